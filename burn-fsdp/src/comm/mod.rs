@@ -1,0 +1,484 @@
+//! Process groups: how ranks talk, whatever carries the bytes.
+//!
+//! [`ProcessGroup`] is one rank's handle. It knows flat tensors and their geometry, and no module.
+//! An [`Engine`] moves the data; `local` is the one for ranks that are threads of one process.
+//!
+//! # Note: no silent hang
+//!
+//! Collectives of a group are matched by position. Each carries a [`Call`]; if two ranks issue
+//! different calls at one position, all ranks get the same error. A rank that fails makes every
+//! other return its cause at the next collective, or at once if it waits in one. Every wait has a
+//! timeout.
+
+pub(crate) mod buffer;
+pub(crate) mod host;
+mod launch;
+mod local;
+
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use burn::tensor::{DType, Tensor};
+
+pub use launch::{LaunchConfig, launch};
+
+use crate::memory::MemoryCounter;
+use crate::placement::ShardLayout;
+use crate::{FsdpError, GradientAverage, Placement, Result};
+
+/// How values of several ranks become one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ReduceOp {
+    /// Their sum, added in rank order.
+    Sum,
+    /// Their sum divided by their number.
+    Mean,
+    /// The largest; NaN if any is NaN.
+    Max,
+    /// The smallest; NaN if any is NaN.
+    Min,
+}
+
+/// A [`ReduceOp`] with the divisions around it.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Reduction {
+    pub(crate) op: ReduceOp,
+    pub(crate) pre_divide: f64,
+    pub(crate) post_divide: f64,
+}
+
+impl Reduction {
+    pub(crate) fn plain(op: ReduceOp) -> Self {
+        Self {
+            op,
+            pre_divide: 1.0,
+            post_divide: 1.0,
+        }
+    }
+
+    pub(crate) fn mean(world_size: usize) -> Self {
+        Self {
+            post_divide: world_size as f64,
+            ..Self::plain(ReduceOp::Sum)
+        }
+    }
+
+    /// In f16 the mean divides by a power of two near the root of the size before the sum, and by
+    /// the rest after it, as PyTorch does.
+    pub(crate) fn new(average: GradientAverage, world_size: usize, dtype: DType) -> Self {
+        match average {
+            GradientAverage::Sum => Self::plain(ReduceOp::Sum),
+            GradientAverage::Factor(factor) => Self {
+                post_divide: factor,
+                ..Self::plain(ReduceOp::Sum)
+            },
+            GradientAverage::Mean if dtype == DType::F16 => {
+                let mut pre = 1;
+                while world_size.is_multiple_of(pre) && world_size / pre > pre {
+                    pre *= 2;
+                }
+                Self {
+                    pre_divide: pre as f64,
+                    post_divide: world_size as f64 / pre as f64,
+                    ..Self::plain(ReduceOp::Sum)
+                }
+            }
+            GradientAverage::Mean => Self::mean(world_size),
+        }
+    }
+}
+
+/// What identifies a collective across ranks.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Call {
+    pub(crate) op: &'static str,
+    pub(crate) subject: Arc<str>,
+    pub(crate) dtype: Option<DType>,
+    pub(crate) len: usize,
+}
+
+impl Call {
+    pub(crate) fn new(op: &'static str, subject: impl Into<Arc<str>>) -> Self {
+        Self {
+            op,
+            subject: subject.into(),
+            dtype: None,
+            len: 0,
+        }
+    }
+
+    pub(crate) fn of(mut self, dtype: DType, len: usize) -> Self {
+        self.dtype = Some(dtype);
+        self.len = len;
+        self
+    }
+}
+
+impl fmt::Display for Call {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} of {}", self.op, self.subject)?;
+        match self.dtype {
+            Some(dtype) => write!(f, " ({} elements, {dtype:?})", self.len),
+            None => Ok(()),
+        }
+    }
+}
+
+/// One tensor of an all-gather: this rank's shard, and the dtype to gather it in.
+#[derive(Debug)]
+pub(crate) struct GatherInput {
+    pub(crate) layout: ShardLayout,
+    pub(crate) shard: Tensor<1>,
+    pub(crate) dtype: DType,
+}
+
+/// One tensor of a reduction: this rank's full contribution (none: zeros), what it is sent in, and
+/// what the result is wanted in.
+#[derive(Debug)]
+pub(crate) struct ReduceInput {
+    pub(crate) layout: ShardLayout,
+    pub(crate) contribution: Option<Tensor<1>>,
+    pub(crate) reduce_dtype: DType,
+    pub(crate) out_dtype: DType,
+}
+
+/// An all-gather under way. Dropping it abandons the result, not the other ranks.
+pub(crate) trait GatherWork: fmt::Debug + Send {
+    /// Blocks until all ranks have contributed; the full tensors, flat, in the order of the inputs.
+    fn wait(self: Box<Self>) -> Result<Vec<Tensor<1>>>;
+}
+
+/// What moves data between ranks. All ranks must make the same calls in the same order.
+///
+/// A call that fails leaves the group failed: it, and every later call on any rank, returns the
+/// first cause.
+pub(crate) trait Engine: fmt::Debug + Send + Sync {
+    fn rank(&self) -> usize;
+
+    fn world_size(&self) -> usize;
+
+    /// Gives every rank all ranks' messages, in rank order. Lengths may differ.
+    fn exchange(&self, call: Call, message: Vec<u8>) -> Result<Vec<Arc<Vec<u8>>>>;
+
+    /// Starts gathering. Unsharded bytes are counted on `memory` until the tensors are dropped.
+    fn all_gather(
+        &self,
+        call: Call,
+        inputs: Vec<GatherInput>,
+        memory: &Arc<MemoryCounter>,
+    ) -> Result<Box<dyn GatherWork>>;
+
+    /// Reduces each input and leaves this rank's shard of it, flat and padded; the whole of it
+    /// where it is replicated.
+    fn reduce(
+        &self,
+        call: Call,
+        inputs: Vec<ReduceInput>,
+        reduction: Reduction,
+    ) -> Result<Vec<Tensor<1>>>;
+
+    /// Gives every rank its shard of `root`'s tensor, flat and padded. Only `root` passes one.
+    fn scatter(
+        &self,
+        call: Call,
+        root: usize,
+        layout: &ShardLayout,
+        source: Option<Tensor<1>>,
+    ) -> Result<Tensor<1>>;
+
+    /// Splits the group into those of equal `color`, in rank order.
+    fn split(&self, color: usize) -> Result<Arc<dyn Engine>>;
+
+    /// Makes the group fail with `cause`, unless it has already.
+    fn fail(&self, cause: FsdpError);
+
+    /// What the group failed with.
+    fn failure(&self) -> Option<FsdpError>;
+}
+
+/// Numbers of collectives made so far. Control messages and barriers are not counted.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct CollectiveCounts {
+    /// All-gathers.
+    pub all_gathers: usize,
+    /// Reduce-scatters.
+    pub reduce_scatters: usize,
+    /// All-reduces.
+    pub all_reduces: usize,
+}
+
+#[derive(Debug, Default)]
+pub(crate) struct Counters {
+    pub(crate) all_gathers: AtomicUsize,
+    pub(crate) reduce_scatters: AtomicUsize,
+    pub(crate) all_reduces: AtomicUsize,
+}
+
+impl Counters {
+    pub(crate) fn bump(counter: &AtomicUsize) {
+        counter.fetch_add(1, Ordering::Relaxed);
+    }
+
+    pub(crate) fn counts(&self) -> CollectiveCounts {
+        CollectiveCounts {
+            all_gathers: self.all_gathers.load(Ordering::Relaxed),
+            reduce_scatters: self.reduce_scatters.load(Ordering::Relaxed),
+            all_reduces: self.all_reduces.load(Ordering::Relaxed),
+        }
+    }
+}
+
+/// One rank's handle on a group of ranks. Clones are the same rank.
+///
+/// Except for [`rank`](Self::rank), [`world_size`](Self::world_size), [`counts`](Self::counts) and
+/// [`abort`](Self::abort), every method is a collective: **all ranks must call it, in the same
+/// order**. If they don't, or one of them fails, all get the same error.
+#[derive(Clone, Debug)]
+pub struct ProcessGroup {
+    engine: Arc<dyn Engine>,
+    counters: Arc<Counters>,
+}
+
+impl ProcessGroup {
+    pub(crate) fn new(engine: Arc<dyn Engine>) -> Self {
+        Self {
+            engine,
+            counters: Default::default(),
+        }
+    }
+
+    pub(crate) fn engine(&self) -> &dyn Engine {
+        &*self.engine
+    }
+
+    /// This rank's number, from 0.
+    pub fn rank(&self) -> usize {
+        self.engine.rank()
+    }
+
+    /// The number of ranks.
+    pub fn world_size(&self) -> usize {
+        self.engine.world_size()
+    }
+
+    /// The collectives made through this handle and its clones. Those of a sharded module are
+    /// counted by [`FsdpModule::collectives`](crate::FsdpModule::collectives).
+    pub fn counts(&self) -> CollectiveCounts {
+        self.counters.counts()
+    }
+
+    /// Makes the group fail: every other rank returns [`FsdpError::Aborted`] from the collective
+    /// it waits in, or from its next one.
+    pub fn abort(&self, reason: impl Into<String>) {
+        self.engine.fail(FsdpError::Aborted {
+            rank: self.rank(),
+            reason: reason.into(),
+        });
+    }
+
+    /// Waits for all ranks.
+    ///
+    /// # Errors
+    ///
+    /// As every collective: [`FsdpError::CollectiveMismatch`], [`FsdpError::Timeout`],
+    /// [`FsdpError::RankReturned`], or the cause of another rank's failure.
+    pub fn barrier(&self) -> Result<()> {
+        let call = Call::new("barrier", "the group");
+        self.engine.exchange(call, Vec::new()).map(drop)
+    }
+
+    /// Every rank's bytes, in rank order. Lengths may differ.
+    ///
+    /// # Errors
+    ///
+    /// As [`barrier`](Self::barrier).
+    pub fn all_gather_bytes(&self, bytes: Vec<u8>) -> Result<Vec<Vec<u8>>> {
+        let call = Call::new("all-gather", "bytes");
+        let all = self.engine.exchange(call, bytes)?;
+        Ok(all.iter().map(|bytes| bytes.to_vec()).collect())
+    }
+
+    /// Rank `root`'s bytes, on every rank; what the others pass is ignored.
+    ///
+    /// # Errors
+    ///
+    /// As [`barrier`](Self::barrier), and if `root` is no rank.
+    pub fn broadcast_bytes(&self, root: usize, bytes: Vec<u8>) -> Result<Vec<u8>> {
+        self.check_root(root)?;
+        let bytes = if self.rank() == root {
+            bytes
+        } else {
+            Vec::new()
+        };
+        let call = Call::new("broadcast", format!("bytes from rank {root}"));
+        Ok(self.engine.exchange(call, bytes)?[root].to_vec())
+    }
+
+    /// The ranks' tensors of `n` elements each, as one of `world_size * n`, in rank order.
+    ///
+    /// # Errors
+    ///
+    /// As [`barrier`](Self::barrier); lengths and dtypes must be equal on all ranks.
+    pub fn all_gather(&self, tensor: Tensor<1>) -> Result<Tensor<1>> {
+        let (len, dtype) = (tensor.dims()[0], tensor.dtype());
+        check_dtype(dtype)?;
+        Counters::bump(&self.counters.all_gathers);
+        let len_all = len * self.world_size();
+        let input = GatherInput {
+            layout: ShardLayout::flat(len_all, Placement::Shard(0), self.world_size()),
+            shard: detached(tensor),
+            dtype,
+        };
+        let call = Call::new("all-gather", "a tensor").of(dtype, len_all);
+        let work = self
+            .engine
+            .all_gather(call, vec![input], &Default::default())?;
+        Ok(work.wait()?.remove(0))
+    }
+
+    /// This rank's `1 / world_size` of the reduced tensor.
+    ///
+    /// # Errors
+    ///
+    /// As [`barrier`](Self::barrier), and if the length is not a multiple of the number of ranks.
+    pub fn reduce_scatter(&self, tensor: Tensor<1>, op: ReduceOp) -> Result<Tensor<1>> {
+        let len = tensor.dims()[0];
+        if !len.is_multiple_of(self.world_size()) {
+            return Err(FsdpError::argument(format!(
+                "reduce-scatter of {len} elements over {} ranks: the length must be a multiple of \
+                 the number of ranks",
+                self.world_size()
+            )));
+        }
+        Counters::bump(&self.counters.reduce_scatters);
+        self.reduce_tensor("reduce-scatter", tensor, op, Placement::Shard(0))
+    }
+
+    /// The reduced tensor, whole, on every rank.
+    ///
+    /// # Errors
+    ///
+    /// As [`barrier`](Self::barrier); lengths and dtypes must be equal on all ranks.
+    pub fn all_reduce(&self, tensor: Tensor<1>, op: ReduceOp) -> Result<Tensor<1>> {
+        Counters::bump(&self.counters.all_reduces);
+        self.reduce_tensor("all-reduce", tensor, op, Placement::Replicate)
+    }
+
+    fn reduce_tensor(
+        &self,
+        name: &'static str,
+        tensor: Tensor<1>,
+        op: ReduceOp,
+        placement: Placement,
+    ) -> Result<Tensor<1>> {
+        let (len, dtype) = (tensor.dims()[0], tensor.dtype());
+        check_dtype(dtype)?;
+        let input = ReduceInput {
+            layout: ShardLayout::flat(len, placement, self.world_size()),
+            contribution: Some(detached(tensor)),
+            reduce_dtype: dtype,
+            out_dtype: dtype,
+        };
+        let reduction = match op {
+            ReduceOp::Mean => Reduction::new(GradientAverage::Mean, self.world_size(), dtype),
+            op => Reduction::plain(op),
+        };
+        let call = Call::new(name, format!("a tensor ({op:?})")).of(dtype, len);
+        Ok(self.engine.reduce(call, vec![input], reduction)?.remove(0))
+    }
+
+    /// Rank `root`'s tensor, on every rank. The others pass one of the same length and dtype.
+    ///
+    /// # Errors
+    ///
+    /// As [`barrier`](Self::barrier), and if `root` is no rank.
+    pub fn broadcast(&self, tensor: Tensor<1>, root: usize) -> Result<Tensor<1>> {
+        self.check_root(root)?;
+        let (len, dtype) = (tensor.dims()[0], tensor.dtype());
+        check_dtype(dtype)?;
+        let layout = ShardLayout::flat(len, Placement::Replicate, self.world_size());
+        let call = Call::new("broadcast", format!("a tensor from rank {root}")).of(dtype, len);
+        let source = (self.rank() == root).then(|| detached(tensor));
+        self.engine.scatter(call, root, &layout, source)
+    }
+
+    /// The subgroup of the ranks that pass the same `color`, in rank order.
+    pub(crate) fn split(&self, color: usize) -> Result<Self> {
+        Ok(Self::new(self.engine.split(color)?))
+    }
+
+    /// Checks that `value` is the same on all ranks; the error names `what`.
+    pub(crate) fn agree(&self, what: &str, value: &str) -> Result<()> {
+        let call = Call::new("agreement", what.to_string());
+        let all = self.engine.exchange(call, value.as_bytes().to_vec())?;
+        match all.iter().position(|other| other != &all[0]) {
+            None => Ok(()),
+            Some(rank) => {
+                let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+                let (expected, got) = first_difference(&text(&all[0]), &text(&all[rank]));
+                Err(FsdpError::RanksDisagree {
+                    what: what.to_string(),
+                    rank,
+                    expected,
+                    got,
+                })
+            }
+        }
+    }
+
+    fn check_root(&self, root: usize) -> Result<()> {
+        if root < self.world_size() {
+            return Ok(());
+        }
+        Err(FsdpError::argument(format!(
+            "root {root} is no rank of a group of {}",
+            self.world_size()
+        )))
+    }
+}
+
+/// The first line in which two texts differ.
+fn first_difference(a: &str, b: &str) -> (String, String) {
+    let (mut a, mut b) = (a.lines(), b.lines());
+    loop {
+        match (a.next(), b.next()) {
+            (Some(x), Some(y)) if x == y => continue,
+            (x, y) => {
+                let line = |line: Option<&str>| line.unwrap_or("nothing").trim().to_string();
+                return (line(x), line(y));
+            }
+        }
+    }
+}
+
+fn detached(tensor: Tensor<1>) -> Tensor<1> {
+    tensor.without_autodiff()
+}
+
+fn check_dtype(dtype: DType) -> Result<()> {
+    match dtype {
+        DType::F32 | DType::F64 | DType::F16 | DType::BF16 => Ok(()),
+        other => Err(FsdpError::argument(format!(
+            "collectives carry f32, f64, f16 and bf16, not {other:?}"
+        ))),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_mean_in_half_precision_is_divided_before_and_after() {
+        let divisions = |world| {
+            let r = Reduction::new(GradientAverage::Mean, world, DType::F16);
+            (r.pre_divide, r.post_divide)
+        };
+        assert_eq!(divisions(1), (1.0, 1.0));
+        assert_eq!(divisions(4), (2.0, 2.0));
+        assert_eq!(divisions(8), (4.0, 2.0));
+        let (pre, post) = divisions(3);
+        assert_eq!(pre * post, 3.0);
+    }
+}

@@ -1,0 +1,178 @@
+//! The norm of a sharded gradient, and clipping by it.
+
+use burn::module::{Module, ModuleVisitor, Param};
+use burn::optim::GradientsParams;
+use burn::tensor::Tensor;
+
+use crate::comm::{Call, host};
+use crate::config::NonFinite;
+use crate::path::PathStack;
+use crate::plan::ShardingPlan;
+use crate::{FsdpError, FsdpModule, Result};
+
+/// Which norm of all gradients taken as one vector.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum NormType {
+    /// The sum of absolute values.
+    L1,
+    /// The Euclidean norm.
+    L2,
+    /// The largest absolute value.
+    Inf,
+}
+
+/// Keeps a gradient of norm zero from being divided by zero, as PyTorch does.
+const EPSILON: f64 = 1e-6;
+
+impl<M: Module> FsdpModule<M> {
+    /// The norm of the full gradient, of which `grads` holds this rank's shards. The same number on
+    /// all ranks.
+    ///
+    /// All ranks must call this, in the same order. Replicated parameters count once, padding and
+    /// ignored parameters not at all. Summed in f64.
+    ///
+    /// # Errors
+    ///
+    /// A failure of the group.
+    pub fn grad_norm(&self, grads: &GradientsParams, norm: NormType) -> Result<f64> {
+        let mut local = LocalNorm {
+            plan: self.plan(),
+            path: PathStack::default(),
+            grads,
+            counts_replicated: self.mesh().shard_rank() == 0,
+            norm,
+            total: Ok(0.0),
+        };
+        self.visit(&mut local);
+        let message = local.total?.to_le_bytes().to_vec();
+        let call = Call::new("agreement", "the gradient norm");
+        let all = self.mesh().shard_group().engine().exchange(call, message)?;
+        let parts = all.iter().map(|bytes| {
+            let bytes = bytes.as_slice().try_into();
+            f64::from_le_bytes(bytes.expect("every rank sends one f64"))
+        });
+        let total = parts.fold(0.0, |total, part| join(norm, total, part));
+        Ok(match norm {
+            NormType::L2 => total.sqrt(),
+            NormType::L1 | NormType::Inf => total,
+        })
+    }
+
+    /// Scales the gradients so that the norm of the full gradient is at most `max_norm`; the
+    /// gradients, and the norm before. The same factor on all ranks.
+    ///
+    /// All ranks must call this, in the same order. The factor is
+    /// `min(1, max_norm / (norm + 1e-6))`, as in PyTorch. On a norm that is NaN or infinite every
+    /// rank does what [`NonFinite`](crate::NonFinite) says.
+    ///
+    /// # Errors
+    ///
+    /// [`FsdpError::NonFiniteNorm`] on every rank, unless the policy is to skip; a `max_norm` that
+    /// is not positive; a failure of the group.
+    pub fn clip_grad_norm(
+        &self,
+        mut grads: GradientsParams,
+        max_norm: f64,
+    ) -> Result<(GradientsParams, f64)> {
+        if max_norm.is_nan() || max_norm <= 0.0 {
+            return Err(FsdpError::argument(format!(
+                "max_norm must be positive, not {max_norm}"
+            )));
+        }
+        let norm = self.grad_norm(&grads, NormType::L2)?;
+        if !norm.is_finite() {
+            return match self.config.non_finite {
+                NonFinite::Error => Err(FsdpError::NonFiniteNorm { norm }),
+                NonFinite::Skip => Ok((GradientsParams::new(), norm)),
+            };
+        }
+        let factor = max_norm / (norm + EPSILON);
+        if factor < 1.0 {
+            self.visit(&mut Scale {
+                plan: self.plan(),
+                path: PathStack::default(),
+                grads: &mut grads,
+                factor,
+            });
+        }
+        Ok((grads, norm))
+    }
+}
+
+fn join(norm: NormType, a: f64, b: f64) -> f64 {
+    match norm {
+        NormType::L1 | NormType::L2 => a + b,
+        NormType::Inf if a.is_nan() || b.is_nan() => f64::NAN,
+        NormType::Inf => a.max(b),
+    }
+}
+
+struct LocalNorm<'a> {
+    plan: &'a ShardingPlan,
+    path: PathStack,
+    grads: &'a GradientsParams,
+    counts_replicated: bool,
+    norm: NormType,
+    total: Result<f64>,
+}
+
+impl ModuleVisitor for LocalNorm<'_> {
+    fn enter_module(&mut self, name: &str, _container: &str) {
+        self.path.enter(name);
+    }
+
+    fn exit_module(&mut self, _name: &str, _container: &str) {
+        self.path.exit();
+    }
+
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        let Some(index) = self.plan.find(&self.path.join()) else {
+            return;
+        };
+        let placement = self.plan.units()[index.unit].params[index.member].placement;
+        let counts = self.counts_replicated || placement != crate::Placement::Replicate;
+        if index.is_alias || !counts {
+            return;
+        }
+        let Some(gradient) = self.grads.get::<D>(param.id) else {
+            return;
+        };
+        let len = gradient.shape().num_elements();
+        let flat = gradient.inner().reshape([len]);
+        let part = match self.norm {
+            NormType::L1 => host::sum_of_powers(&flat, 1),
+            NormType::L2 => host::sum_of_powers(&flat, 2),
+            NormType::Inf => host::max_abs(&flat),
+        };
+        let total = std::mem::replace(&mut self.total, Ok(0.0));
+        self.total = total.and_then(|total| Ok(join(self.norm, total, part?)));
+    }
+}
+
+struct Scale<'a> {
+    plan: &'a ShardingPlan,
+    path: PathStack,
+    grads: &'a mut GradientsParams,
+    factor: f64,
+}
+
+impl ModuleVisitor for Scale<'_> {
+    fn enter_module(&mut self, name: &str, _container: &str) {
+        self.path.enter(name);
+    }
+
+    fn exit_module(&mut self, _name: &str, _container: &str) {
+        self.path.exit();
+    }
+
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        let index = self.plan.find(&self.path.join());
+        if index.is_none_or(|index| index.is_alias) {
+            return;
+        }
+        if let Some(gradient) = self.grads.remove::<D>(param.id) {
+            self.grads
+                .register(param.id, gradient.mul_scalar(self.factor));
+        }
+    }
+}

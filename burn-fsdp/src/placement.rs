@@ -1,0 +1,212 @@
+//! How one tensor is split over the ranks of a group. Pure arithmetic.
+
+use std::ops::Range;
+
+use serde::{Deserialize, Serialize};
+
+/// Where the elements of a parameter live.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum Placement {
+    /// Split along this dimension. Rank `r` of `W` holds the indices
+    /// `r * ceil(n / W) .. (r + 1) * ceil(n / W)`, cut at `n`: the rule of `torch.chunk`, and so of
+    /// PyTorch FSDP2. Later ranks may hold fewer, or none.
+    Shard(usize),
+    /// Whole on every rank; its gradient is averaged over them.
+    Replicate,
+}
+
+impl std::fmt::Display for Placement {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Shard(dim) => write!(f, "Shard({dim})"),
+            Self::Replicate => f.write_str("Replicate"),
+        }
+    }
+}
+
+/// The geometry of one tensor over `world_size` ranks.
+///
+/// Around the split dimension a row-major tensor is `outer x dim x inner`. A shard is stored as
+/// `outer x chunk x inner`, padded with zeros to the same size on every rank.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct ShardLayout {
+    shape: Vec<usize>,
+    placement: Placement,
+    world_size: usize,
+    outer: usize,
+    dim: usize,
+    inner: usize,
+    chunk: usize,
+}
+
+/// One contiguous run of elements that a full tensor and a shard have in common.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Span {
+    pub(crate) full: usize,
+    pub(crate) shard: usize,
+    pub(crate) len: usize,
+}
+
+impl ShardLayout {
+    /// The caller has checked that `Shard(dim)` is within `shape`.
+    pub(crate) fn new(shape: &[usize], placement: Placement, world_size: usize) -> Self {
+        let (outer, dim, inner, chunk) = match placement {
+            Placement::Shard(d) => (
+                shape[..d].iter().product(),
+                shape[d],
+                shape[d + 1..].iter().product(),
+                shape[d].div_ceil(world_size),
+            ),
+            Placement::Replicate => (1, 1, shape.iter().product(), 1),
+        };
+        Self {
+            shape: shape.to_vec(),
+            placement,
+            world_size,
+            outer,
+            dim,
+            inner,
+            chunk,
+        }
+    }
+
+    /// A flat tensor of `len` elements.
+    pub(crate) fn flat(len: usize, placement: Placement, world_size: usize) -> Self {
+        Self::new(&[len], placement, world_size)
+    }
+
+    /// The same tensor and placement over another number of ranks.
+    pub(crate) fn with_world_size(&self, world_size: usize) -> Self {
+        Self::new(&self.shape, self.placement, world_size)
+    }
+
+    /// Whether every rank's shard is the full tensor.
+    pub(crate) fn is_whole(&self) -> bool {
+        self.placement == Placement::Replicate || self.world_size == 1
+    }
+
+    /// Elements of the full tensor.
+    pub(crate) fn full_len(&self) -> usize {
+        self.outer * self.dim * self.inner
+    }
+
+    /// Elements of a stored shard, padding included. Equal on all ranks.
+    pub(crate) fn shard_len(&self) -> usize {
+        self.outer * self.chunk * self.inner
+    }
+
+    /// Shape of a stored shard, padding included. Equal on all ranks.
+    pub(crate) fn shard_shape(&self) -> Vec<usize> {
+        let mut shape = self.shape.clone();
+        if let Placement::Shard(d) = self.placement {
+            shape[d] = self.chunk;
+        }
+        shape
+    }
+
+    /// Indices along the split dimension that `rank` owns; the whole tensor where replicated.
+    pub(crate) fn indices(&self, rank: usize) -> Range<usize> {
+        match self.placement {
+            Placement::Shard(_) => {
+                let start = (rank * self.chunk).min(self.dim);
+                start..(start + self.chunk).min(self.dim)
+            }
+            Placement::Replicate => 0..self.dim,
+        }
+    }
+
+    /// Global offsets and sizes of what `rank` owns, padding excluded.
+    pub(crate) fn local_box(&self, rank: usize) -> (Vec<usize>, Vec<usize>) {
+        let mut offsets = vec![0; self.shape.len()];
+        let mut sizes = self.shape.clone();
+        if let Placement::Shard(d) = self.placement {
+            let indices = self.indices(rank);
+            offsets[d] = indices.start;
+            sizes[d] = indices.len();
+        }
+        (offsets, sizes)
+    }
+
+    /// The runs that map `rank`'s shard into the full tensor, in ascending order of both.
+    pub(crate) fn spans(&self, rank: usize) -> impl Iterator<Item = Span> + use<> {
+        let indices = self.indices(rank);
+        let (dim, inner, chunk) = (self.dim, self.inner, self.chunk);
+        let outer = if indices.is_empty() { 0 } else { self.outer };
+        (0..outer).map(move |o| Span {
+            full: (o * dim + indices.start) * inner,
+            shard: o * chunk * inner,
+            len: indices.len() * inner,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn owned(n: usize, world: usize) -> Vec<usize> {
+        let layout = ShardLayout::new(&[n, 2], Placement::Shard(0), world);
+        (0..world).map(|rank| layout.indices(rank).len()).collect()
+    }
+
+    #[test]
+    fn rows_are_split_by_the_ceil_rule() {
+        assert_eq!(owned(6, 4), [2, 2, 2, 0]);
+        assert_eq!(owned(5, 4), [2, 2, 1, 0]);
+        assert_eq!(owned(1, 4), [1, 0, 0, 0]);
+        assert_eq!(owned(64, 3), [22, 22, 20]);
+    }
+
+    #[test]
+    fn an_inner_dimension_is_split_into_strided_spans() {
+        let layout = ShardLayout::new(&[2, 5, 3], Placement::Shard(1), 2);
+        assert_eq!(layout.shard_shape(), [2, 3, 3]);
+        let spans: Vec<_> = layout.spans(1).collect();
+        assert_eq!(
+            spans,
+            [
+                Span {
+                    full: 9,
+                    shard: 0,
+                    len: 6
+                },
+                Span {
+                    full: 24,
+                    shard: 9,
+                    len: 6
+                }
+            ]
+        );
+        assert_eq!(layout.local_box(1), (vec![0, 3, 0], vec![2, 2, 3]));
+    }
+
+    #[test]
+    fn a_rank_beyond_the_rows_has_no_span() {
+        let layout = ShardLayout::new(&[1, 4], Placement::Shard(0), 3);
+        assert_eq!(layout.spans(2).count(), 0);
+        assert_eq!(layout.shard_len(), 4);
+    }
+
+    proptest! {
+        #[test]
+        fn shards_cover_every_element_exactly_once(
+            shape in prop::collection::vec(1usize..8, 1..4),
+            dim in 0usize..4,
+            world in 1usize..9,
+        ) {
+            let layout = ShardLayout::new(&shape, Placement::Shard(dim % shape.len()), world);
+            let mut seen = vec![0u8; layout.full_len()];
+            for rank in 0..world {
+                let mut used = vec![false; layout.shard_len()];
+                for span in layout.spans(rank) {
+                    for i in 0..span.len {
+                        seen[span.full + i] += 1;
+                        prop_assert!(!std::mem::replace(&mut used[span.shard + i], true));
+                    }
+                }
+            }
+            prop_assert!(seen.iter().all(|&n| n == 1));
+        }
+    }
+}

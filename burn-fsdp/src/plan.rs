@@ -1,0 +1,481 @@
+//! Which parameter is in which unit, and how it is placed. Decided from the module alone, before
+//! anything is communicated, so that ranks can check that they decided alike.
+
+use std::collections::{HashMap, HashSet};
+use std::fmt;
+
+use burn::module::{
+    Module, ModuleMapper, ModuleVisitor, Param, ParamId, Reparameterization, Reparameterizer,
+};
+use burn::tensor::Tensor;
+
+use crate::config::{ModuleNode, ParamInfo, UnitConfig, path_matches};
+use crate::placement::ShardLayout;
+use crate::{FsdpConfig, FsdpError, Placement, Result, UnitPolicy};
+
+/// Names shown in an error about a pattern that matches nothing.
+const KNOWN_SHOWN: usize = 8;
+
+/// What [`fully_shard`](crate::FullyShard::fully_shard) decided for a module: its units, and the
+/// placement of every parameter. Prints as a table.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ShardingPlan {
+    units: Vec<UnitPlan>,
+    index: HashMap<String, MemberIndex>,
+    tied: HashSet<(usize, usize)>,
+    ignored: HashSet<String>,
+    buffers: HashSet<String>,
+    shard_size: usize,
+}
+
+/// One unit: parameters that share one all-gather and one reduce-scatter.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct UnitPlan {
+    /// The path of its module; empty for the root unit.
+    pub name: String,
+    /// Its parameters, in traversal order; a tied parameter once, under its first path.
+    pub params: Vec<ParamPlan>,
+    pub(crate) config: UnitConfig,
+}
+
+/// One parameter of a unit.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct ParamPlan {
+    /// Its path.
+    pub path: String,
+    /// Its full shape.
+    pub shape: Vec<usize>,
+    /// How it is placed over the shard dimension of the mesh.
+    pub placement: Placement,
+}
+
+impl ParamPlan {
+    pub(crate) fn layout(&self, shard_size: usize) -> ShardLayout {
+        ShardLayout::new(&self.shape, self.placement, shard_size)
+    }
+}
+
+/// Where a path leads.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct MemberIndex {
+    pub(crate) unit: usize,
+    pub(crate) member: usize,
+    /// Whether this path is a further name of a tied parameter.
+    pub(crate) is_alias: bool,
+}
+
+/// The index of the root unit.
+pub(crate) const ROOT: usize = 0;
+
+impl ShardingPlan {
+    pub(crate) fn new<M: Module>(
+        module: &M,
+        config: &FsdpConfig,
+        shard_size: usize,
+    ) -> Result<Self> {
+        let tree = ModuleTree::of(module)?;
+        check_patterns("ignored pattern", &config.ignored, tree.param_paths())?;
+        let ignored = |path: &str| config.ignored.iter().any(|p| path_matches(p, path));
+
+        let unit_paths = tree.unit_paths(&config.units, &ignored)?;
+        let mut plan = Self {
+            units: vec![UnitPlan::new("")],
+            index: HashMap::new(),
+            tied: HashSet::new(),
+            ignored: HashSet::new(),
+            buffers: HashSet::new(),
+            shard_size,
+        };
+        let mut unit_of_name = HashMap::from([(String::new(), ROOT)]);
+        let mut first_paths = HashMap::<ParamId, String>::new();
+        for param in &tree.params {
+            if ignored(&param.path) {
+                plan.ignored.insert(param.path.clone());
+                continue;
+            }
+            if !param.is_parameter {
+                plan.buffers.insert(param.path.clone());
+                continue;
+            }
+            let name = innermost(&unit_paths, &param.path);
+            if let Some(first) = first_paths.get(&param.id) {
+                plan.add_alias(first.clone(), param, name)?;
+                continue;
+            }
+            first_paths.insert(param.id, param.path.clone());
+            let unit = *unit_of_name.entry(name.to_string()).or_insert_with(|| {
+                plan.units.push(UnitPlan::new(name));
+                plan.units.len() - 1
+            });
+            let placement = choose_placement(config, param)?;
+            let params = &mut plan.units[unit].params;
+            let index = MemberIndex {
+                unit,
+                member: params.len(),
+                is_alias: false,
+            };
+            plan.index.insert(param.path.clone(), index);
+            params.push(ParamPlan {
+                path: param.path.clone(),
+                shape: param.shape.clone(),
+                placement,
+            });
+        }
+        if first_paths.is_empty() {
+            return Err(FsdpError::NoParameters);
+        }
+        plan.apply_overrides(config)?;
+        Ok(plan)
+    }
+
+    fn add_alias(&mut self, first: String, param: &FoundParam, unit: &str) -> Result<()> {
+        let index = self.index[&first];
+        let first_unit = &self.units[index.unit].name;
+        if first_unit != unit {
+            return Err(FsdpError::TiedAcrossUnits {
+                first,
+                first_unit: first_unit.clone(),
+                second: param.path.clone(),
+                second_unit: unit.to_string(),
+            });
+        }
+        let alias = MemberIndex {
+            is_alias: true,
+            ..index
+        };
+        self.index.insert(param.path.clone(), alias);
+        self.tied.insert((index.unit, index.member));
+        Ok(())
+    }
+
+    fn apply_overrides(&mut self, config: &FsdpConfig) -> Result<()> {
+        let patterns: Vec<_> = config
+            .unit_overrides
+            .iter()
+            .map(|(p, _)| p.clone())
+            .collect();
+        let names = self.units.iter().map(|unit| unit.name.as_str());
+        check_patterns("unit pattern", &patterns, names)?;
+        for unit in &mut self.units {
+            for (pattern, config) in &config.unit_overrides {
+                if path_matches(pattern, &unit.name) {
+                    unit.config = *config;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The units; the first is the root, which may be empty.
+    pub fn units(&self) -> &[UnitPlan] {
+        &self.units
+    }
+
+    /// The number of ranks over which parameters are sharded.
+    pub fn shard_size(&self) -> usize {
+        self.shard_size
+    }
+
+    /// Paths of floating tensors that are no unit's: ignored parameters and running statistics.
+    pub fn left_alone(&self) -> impl Iterator<Item = &str> {
+        self.ignored.union(&self.buffers).map(String::as_str)
+    }
+
+    /// Whether the floating tensor at `path` is a running statistic, not a parameter.
+    pub(crate) fn is_buffer(&self, path: &str) -> bool {
+        self.buffers.contains(path)
+    }
+
+    pub(crate) fn find(&self, path: &str) -> Option<MemberIndex> {
+        self.index.get(path).copied()
+    }
+
+    /// Whether the parameter has more than one path.
+    pub(crate) fn is_tied(&self, unit: usize, member: usize) -> bool {
+        self.tied.contains(&(unit, member))
+    }
+
+    pub(crate) fn unit_index(&self, name: &str) -> Result<usize> {
+        let found = self.units.iter().position(|unit| unit.name == name);
+        found.ok_or_else(|| FsdpError::UnknownUnit {
+            name: name.to_string(),
+            known: self.units.iter().map(|unit| unit.name.clone()).collect(),
+        })
+    }
+}
+
+impl fmt::Display for ShardingPlan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for unit in &self.units {
+            let elements = |params: &[ParamPlan]| -> usize {
+                params
+                    .iter()
+                    .map(|p| p.shape.iter().product::<usize>())
+                    .sum()
+            };
+            writeln!(
+                f,
+                "unit \"{}\": {} parameters, {} elements",
+                unit.name,
+                unit.params.len(),
+                elements(&unit.params)
+            )?;
+            for param in &unit.params {
+                writeln!(f, "  {} {:?} {}", param.path, param.shape, param.placement)?;
+            }
+        }
+        let mut left_alone: Vec<_> = self.left_alone().collect();
+        left_alone.sort_unstable();
+        if !left_alone.is_empty() {
+            writeln!(f, "left alone: {}", left_alone.join(", "))?;
+        }
+        Ok(())
+    }
+}
+
+impl UnitPlan {
+    fn new(name: &str) -> Self {
+        Self {
+            name: name.to_string(),
+            params: Vec::new(),
+            config: UnitConfig::new(),
+        }
+    }
+}
+
+fn choose_placement(config: &FsdpConfig, param: &FoundParam) -> Result<Placement> {
+    let num_elements: usize = param.shape.iter().product();
+    // Nothing to split: a scalar, or no element at all.
+    if param.shape.is_empty() || num_elements == 0 || num_elements < config.replicate_below {
+        return Ok(Placement::Replicate);
+    }
+    let info = ParamInfo {
+        path: param.path.clone(),
+        shape: param.shape.clone(),
+        owner: param.owner.clone(),
+    };
+    let chosen = config.placement.as_ref().and_then(|choose| choose(&info));
+    match chosen.unwrap_or(Placement::Shard(0)) {
+        Placement::Shard(dim) if dim >= param.shape.len() => Err(FsdpError::ShardDimOutOfRange {
+            path: info.path,
+            dim,
+            shape: info.shape,
+        }),
+        placement => Ok(placement),
+    }
+}
+
+/// The longest of `units` that `path` lies in; the root's empty name if none.
+fn innermost<'a>(units: &'a [String], path: &str) -> &'a str {
+    let holds = |unit: &&String| {
+        path.strip_prefix(unit.as_str())
+            .is_some_and(|rest| rest.starts_with('.'))
+    };
+    let inner = units.iter().filter(holds).max_by_key(|unit| unit.len());
+    inner.map_or("", String::as_str)
+}
+
+fn check_patterns<'a>(
+    what: &'static str,
+    patterns: &[String],
+    candidates: impl Iterator<Item = &'a str> + Clone,
+) -> Result<()> {
+    for pattern in patterns {
+        if !candidates.clone().any(|path| path_matches(pattern, path)) {
+            return Err(FsdpError::PatternUnmatched {
+                what,
+                pattern: pattern.clone(),
+                known: candidates.take(KNOWN_SHOWN).map(str::to_string).collect(),
+            });
+        }
+    }
+    Ok(())
+}
+
+/// A module seen as paths.
+#[derive(Debug, Default)]
+struct ModuleTree {
+    nodes: Vec<ModuleNode>,
+    params: Vec<FoundParam>,
+}
+
+#[derive(Debug)]
+struct FoundParam {
+    path: String,
+    id: ParamId,
+    shape: Vec<usize>,
+    owner: String,
+    /// Whether this is a `Param`, not a running statistic that poses as one.
+    is_parameter: bool,
+}
+
+impl ModuleTree {
+    fn of<M: Module>(module: &M) -> Result<Self> {
+        let mut walk = Walk::default();
+        module.visit(&mut walk);
+        if let Some(path) = walk.reparameterized.into_iter().next() {
+            return Err(FsdpError::AlreadyReparameterized { path });
+        }
+        // A running statistic drops a reparameterization; a parameter keeps it.
+        let mut probed = Walk::default();
+        module
+            .clone()
+            .apply_reparameterization(AttachProbe)
+            .visit(&mut probed);
+        let mut tree = walk.tree;
+        for param in &mut tree.params {
+            param.is_parameter = probed.reparameterized.contains(&param.path);
+        }
+        Ok(tree)
+    }
+
+    fn param_paths(&self) -> impl Iterator<Item = &str> + Clone {
+        self.params.iter().map(|param| param.path.as_str())
+    }
+
+    /// Paths of the modules that `policy` makes units of.
+    fn unit_paths(
+        &self,
+        policy: &UnitPolicy,
+        ignored: &dyn Fn(&str) -> bool,
+    ) -> Result<Vec<String>> {
+        let owns_parameters = |node: &&ModuleNode| {
+            let prefix = format!("{}.", node.path);
+            self.params.iter().any(|param| {
+                param.is_parameter && param.path.starts_with(&prefix) && !ignored(&param.path)
+            })
+        };
+        let owners: Vec<&ModuleNode> = self.nodes.iter().filter(owns_parameters).collect();
+        match policy {
+            UnitPolicy::Paths(patterns) => {
+                let paths = owners.iter().map(|node| node.path.as_str());
+                check_patterns("unit path", patterns, paths)?;
+            }
+            UnitPolicy::Types(types) => {
+                let names = owners.iter().map(|node| node.type_name.as_str());
+                check_patterns("unit type", types, names)?;
+            }
+            UnitPolicy::Auto | UnitPolicy::Function(_) => {}
+        }
+        let mut units: Vec<String> = Vec::new();
+        for node in owners {
+            let selected = match policy {
+                UnitPolicy::Auto => node.is_element && innermost(&units, &node.path).is_empty(),
+                UnitPolicy::Paths(patterns) => patterns.iter().any(|p| path_matches(p, &node.path)),
+                UnitPolicy::Types(types) => types.contains(&node.type_name),
+                UnitPolicy::Function(predicate) => predicate(node),
+            };
+            if selected {
+                units.push(node.path.clone());
+            }
+        }
+        Ok(units)
+    }
+}
+
+/// Collects the nodes and parameters of a module, in traversal order.
+#[derive(Default)]
+struct Walk {
+    tree: ModuleTree,
+    stack: Vec<usize>,
+    reparameterized: HashSet<String>,
+}
+
+const REPARAMETERIZATION: &str = "Reparameterization";
+
+impl ModuleVisitor for Walk {
+    fn enter_module(&mut self, name: &str, container: &str) {
+        let parent = self.stack.last().map(|&i| &mut self.tree.nodes[i]);
+        if container == REPARAMETERIZATION {
+            self.reparameterized
+                .extend(parent.as_ref().map(|node| node.path.clone()));
+        }
+        // The container is what holds the name, so it tells the type of the parent.
+        let path = match parent {
+            Some(parent) => {
+                if let Some((_, type_name)) = container.split_once(':') {
+                    parent.type_name = type_name.to_string();
+                }
+                format!("{}.{name}", parent.path)
+            }
+            None => name.to_string(),
+        };
+        self.stack.push(self.tree.nodes.len());
+        self.tree.nodes.push(ModuleNode {
+            path,
+            type_name: String::new(),
+            is_element: matches!(container, "Vec" | "Array"),
+        });
+    }
+
+    fn exit_module(&mut self, _name: &str, _container: &str) {
+        self.stack.pop();
+    }
+
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        let path = |i: &usize| self.tree.nodes[*i].path.clone();
+        let parent = self.stack.iter().rev().nth(1);
+        self.tree.params.push(FoundParam {
+            path: self.stack.last().map(path).unwrap_or_default(),
+            id: param.id,
+            shape: param.lazy_shape().to_vec(),
+            owner: parent
+                .map(|&i| self.tree.nodes[i].type_name.clone())
+                .unwrap_or_default(),
+            is_parameter: false,
+        });
+    }
+}
+
+/// A reparameterization that does nothing, to see who keeps it.
+#[derive(Clone, Debug)]
+struct Probe;
+
+impl Module for Probe {
+    fn collect_devices(&self, devices: burn::module::Devices) -> burn::module::Devices {
+        devices
+    }
+    fn fork(self, _device: &burn::tensor::Device) -> Self {
+        self
+    }
+    fn to_device(self, _device: &burn::tensor::Device) -> Self {
+        self
+    }
+    fn train(self) -> Self {
+        self
+    }
+    fn valid(&self) -> Self {
+        Self
+    }
+    fn materialize(self) -> Self {
+        self
+    }
+    fn visit<V: ModuleVisitor>(&self, _visitor: &mut V) {}
+    fn map<P: ModuleMapper>(self, _mapper: &mut P) -> Self {
+        self
+    }
+}
+
+impl Reparameterization for Probe {
+    const NAME: &'static str = "probe";
+
+    fn apply<const D: usize>(&self, base: Tensor<D>) -> Tensor<D> {
+        base
+    }
+}
+
+struct AttachProbe;
+
+impl Reparameterizer for AttachProbe {
+    type Reparam = Probe;
+
+    fn reparameterize<const D: usize>(
+        &mut self,
+        _path: &str,
+        param: Param<Tensor<D>>,
+    ) -> (Param<Tensor<D>>, Option<Probe>) {
+        (param, Some(Probe))
+    }
+}

@@ -1,0 +1,510 @@
+//! State dicts: full, of whole tensors, and sharded, of what each rank holds.
+//!
+//! Names are parameter paths. Full tensors are laid out as Burn records them, that is, after a
+//! parameter's save mapper (a column-layout `Linear` stores its weight transposed in memory).
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+
+use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
+use burn::tensor::{Bool, DType, Int, Shape, Tensor, TensorData};
+
+use crate::buffers::broadcast_data;
+use crate::comm::{Call, GatherInput};
+use crate::fully_shard::{lift, scatter};
+use crate::path::PathStack;
+use crate::plan::MemberIndex;
+use crate::state::FsdpState;
+use crate::{FsdpError, FsdpModule, Placement, Result};
+
+/// Whole tensors by path: floating, integer and boolean parameters, and running statistics.
+pub type StateDict = BTreeMap<String, TensorData>;
+
+/// One rank's tensors by path.
+pub type ShardedStateDict = BTreeMap<String, ShardedTensor>;
+
+/// What one rank holds of a tensor, without padding.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct ShardedTensor {
+    /// The shape of the whole tensor, in memory layout.
+    pub global_shape: Vec<usize>,
+    /// How it is placed over the shard dimension of the mesh.
+    pub placement: Placement,
+    /// Where the local part begins in the whole tensor.
+    pub offsets: Vec<usize>,
+    /// The local part; it may be empty.
+    pub data: TensorData,
+}
+
+/// Who gets a full state dict.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum StateDictTarget {
+    /// Rank 0; the others get an empty one.
+    RankZero,
+    /// Every rank.
+    AllRanks,
+}
+
+/// What to do with a full state dict that does not fit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LoadMode {
+    /// Refuse it and change nothing.
+    Strict,
+    /// Load what fits and report the rest.
+    Partial,
+}
+
+/// What became of each name when a full state dict was loaded.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct LoadReport {
+    /// Loaded.
+    pub loaded: Vec<String>,
+    /// In the model only.
+    pub missing: Vec<String>,
+    /// In the state dict only.
+    pub unexpected: Vec<String>,
+    /// Of another shape or dtype: the name, what the model has, what the state dict has.
+    pub mismatched: Vec<(String, String, String)>,
+}
+
+impl LoadReport {
+    /// Whether the state dict and the model have the same names, shapes and dtypes.
+    pub fn is_exact(&self) -> bool {
+        self.missing.is_empty() && self.unexpected.is_empty() && self.mismatched.is_empty()
+    }
+}
+
+impl fmt::Display for LoadReport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} loaded", self.loaded.len())?;
+        if !self.missing.is_empty() {
+            write!(f, "; missing: {}", self.missing.join(", "))?;
+        }
+        if !self.unexpected.is_empty() {
+            write!(f, "; unexpected: {}", self.unexpected.join(", "))?;
+        }
+        for (name, expected, got) in &self.mismatched {
+            write!(
+                f,
+                "; {name}: the model has {expected}, the state dict {got}"
+            )?;
+        }
+        Ok(())
+    }
+}
+
+impl<M: Module> FsdpModule<M> {
+    /// The whole model, gathered one parameter at a time.
+    ///
+    /// All ranks must call this, in the same order. Beside the result a rank holds one full
+    /// parameter at a time.
+    ///
+    /// # Errors
+    ///
+    /// A failure of the group.
+    pub fn full_state_dict(&self, target: StateDictTarget) -> Result<StateDict> {
+        let mut gather = GatherFull {
+            state: &self.state,
+            path: PathStack::default(),
+            keeps: target == StateDictTarget::AllRanks || self.mesh().group().rank() == 0,
+            dict: Ok(StateDict::new()),
+        };
+        self.inner().visit(&mut gather);
+        gather.dict
+    }
+
+    /// What this rank holds of the model. Does not communicate.
+    ///
+    /// # Errors
+    ///
+    /// If a parameter is being updated.
+    pub fn sharded_state_dict(&self) -> Result<ShardedStateDict> {
+        let mut collect = CollectShards {
+            state: &self.state,
+            path: PathStack::default(),
+            dict: Ok(ShardedStateDict::new()),
+        };
+        self.visit(&mut collect);
+        collect.dict
+    }
+
+    /// Loads rank 0's full state dict into the shards; what other ranks pass is ignored. Ids and
+    /// what is trained stay as they are.
+    ///
+    /// All ranks must call this, in the same order. Beside its state dict a rank holds one full
+    /// parameter at a time.
+    ///
+    /// # Errors
+    ///
+    /// On every rank: [`FsdpError::StateDictMismatch`], listing all that does not fit, in
+    /// [`LoadMode::Strict`]; a failure of the group.
+    pub fn load_full_state_dict(
+        self,
+        dict: StateDict,
+        mode: LoadMode,
+    ) -> Result<(Self, LoadReport)> {
+        let group = self.mesh().group().clone();
+        let is_source = group.rank() == 0;
+        let offered = broadcast_kinds(&self, &dict)?;
+        let report = compare(&self, &offered);
+        if mode == LoadMode::Strict && !report.is_exact() {
+            return Err(FsdpError::StateDictMismatch(Box::new(report)));
+        }
+        let state = self.state.clone();
+        let mut load = LoadFull {
+            state: &state,
+            path: PathStack::default(),
+            names: report.loaded.iter().cloned().collect(),
+            dict: is_source.then_some(dict),
+            shard: None,
+            error: None,
+        };
+        let loaded = self.with_inner(|inner| inner.map(&mut load));
+        load.error.map_or(Ok((loaded, report)), Err)
+    }
+}
+
+/// The shape and dtype of a tensor as text, to compare and to show.
+fn kind(shape: &[usize], dtype: DType) -> String {
+    format!("{dtype:?} {shape:?}")
+}
+
+/// Rank 0's names and kinds, on every rank.
+fn broadcast_kinds<M>(model: &FsdpModule<M>, dict: &StateDict) -> Result<BTreeMap<String, String>> {
+    let lines = dict
+        .iter()
+        .map(|(name, data)| format!("{name}\t{}", kind(data.shape(), data.dtype())));
+    let text = lines.collect::<Vec<_>>().join("\n").into_bytes();
+    let text = model.mesh().group().broadcast_bytes(0, text)?;
+    let text = String::from_utf8_lossy(&text);
+    let pairs = text.lines().filter_map(|line| line.split_once('\t'));
+    Ok(pairs.map(|(n, k)| (n.to_string(), k.to_string())).collect())
+}
+
+fn compare<M: Module>(model: &FsdpModule<M>, offered: &BTreeMap<String, String>) -> LoadReport {
+    let mut expected = CollectKinds {
+        state: &model.state,
+        path: PathStack::default(),
+        kinds: BTreeMap::new(),
+    };
+    model.inner().visit(&mut expected);
+    let expected = expected.kinds;
+
+    let mut report = LoadReport::default();
+    for (name, expected) in &expected {
+        match offered.get(name) {
+            None => report.missing.push(name.clone()),
+            Some(offered) if offered == expected => report.loaded.push(name.clone()),
+            Some(offered) => {
+                let mismatch = (name.clone(), expected.clone(), offered.clone());
+                report.mismatched.push(mismatch);
+            }
+        }
+    }
+    let unexpected = offered.keys().filter(|name| !expected.contains_key(*name));
+    report.unexpected.extend(unexpected.cloned());
+    report
+}
+
+macro_rules! track_path {
+    () => {
+        fn enter_module(&mut self, name: &str, container: &str) {
+            self.path.enter_outside(name, container);
+        }
+
+        fn exit_module(&mut self, name: &str, container: &str) {
+            self.path.exit_outside(name, container);
+        }
+    };
+}
+
+/// The kinds of a model's tensors, as a state dict has them.
+struct CollectKinds<'a> {
+    state: &'a FsdpState,
+    path: PathStack,
+    kinds: BTreeMap<String, String>,
+}
+
+impl ModuleVisitor for CollectKinds<'_> {
+    track_path!();
+
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        if self.path.is_inside_shard() {
+            return;
+        }
+        // A placeholder has the shape and the save mapper of the parameter.
+        let saved = param.transform_for_save();
+        let path = self.path.join();
+        let dtype = match self.state.plan.find(&path) {
+            Some(MemberIndex { unit, member, .. }) => {
+                self.state.shard(unit, member).map(|shard| shard.dtype())
+            }
+            None => Ok(saved.dtype()),
+        };
+        let dtype = dtype.unwrap_or(saved.dtype());
+        self.kinds.insert(path, kind(&saved.shape(), dtype));
+    }
+
+    fn visit_int<const D: usize>(&mut self, param: &Param<Tensor<D, Int>>) {
+        let saved = param.transform_for_save();
+        self.kinds
+            .insert(self.path.join(), kind(&saved.shape(), saved.dtype()));
+    }
+
+    fn visit_bool<const D: usize>(&mut self, param: &Param<Tensor<D, Bool>>) {
+        let saved = param.transform_for_save();
+        self.kinds
+            .insert(self.path.join(), kind(&saved.shape(), saved.dtype()));
+    }
+}
+
+/// Gathers the parameters of a model one after another.
+struct GatherFull<'a> {
+    state: &'a FsdpState,
+    path: PathStack,
+    keeps: bool,
+    dict: Result<StateDict>,
+}
+
+impl GatherFull<'_> {
+    fn keep(&mut self, data: impl FnOnce() -> TensorData) {
+        if let Ok(dict) = &mut self.dict
+            && self.keeps
+        {
+            dict.insert(self.path.join(), data());
+        }
+    }
+
+    /// The full parameter, flat. All ranks must call this.
+    fn gather(&self, path: &str, index: MemberIndex) -> Result<Tensor<1>> {
+        let shard = self.state.shard(index.unit, index.member)?;
+        let group = self.state.context.mesh.shard_group();
+        let param = &self.state.plan.units()[index.unit].params[index.member];
+        let input = GatherInput {
+            layout: param.layout(group.world_size()),
+            dtype: shard.dtype(),
+            shard,
+        };
+        let call = Call::new("all-gather", format!("parameter \"{path}\""))
+            .of(input.dtype, input.layout.full_len());
+        let engine = group.engine();
+        let work = engine.all_gather(call, vec![input], &Default::default())?;
+        Ok(work.wait()?.remove(0))
+    }
+}
+
+impl ModuleVisitor for GatherFull<'_> {
+    track_path!();
+
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        if self.path.is_inside_shard() || self.dict.is_err() {
+            return;
+        }
+        let path = self.path.join();
+        let Some(index) = self.state.plan.find(&path) else {
+            self.keep(|| param.transform_for_save().val().into_data());
+            return;
+        };
+        match self.gather(&path, index) {
+            Ok(flat) => self.keep(|| {
+                let full = flat.reshape::<D, _>(param.lazy_shape());
+                let full = param.clone().map(|_placeholder| full);
+                full.transform_for_save().val().into_data()
+            }),
+            Err(error) => self.dict = Err(error),
+        }
+    }
+
+    fn visit_int<const D: usize>(&mut self, param: &Param<Tensor<D, Int>>) {
+        self.keep(|| param.transform_for_save().val().into_data());
+    }
+
+    fn visit_bool<const D: usize>(&mut self, param: &Param<Tensor<D, Bool>>) {
+        self.keep(|| param.transform_for_save().val().into_data());
+    }
+}
+
+/// Collects what this rank holds.
+struct CollectShards<'a> {
+    state: &'a FsdpState,
+    path: PathStack,
+    dict: Result<ShardedStateDict>,
+}
+
+impl CollectShards<'_> {
+    fn keep(&mut self, tensor: Result<ShardedTensor>) {
+        let dict = std::mem::replace(&mut self.dict, Ok(ShardedStateDict::new()));
+        self.dict = dict.and_then(|mut dict| {
+            dict.insert(self.path.join(), tensor?);
+            Ok(dict)
+        });
+    }
+}
+
+fn whole(data: TensorData) -> ShardedTensor {
+    ShardedTensor {
+        global_shape: data.shape().to_vec(),
+        placement: Placement::Replicate,
+        offsets: vec![0; data.shape().num_dims()],
+        data,
+    }
+}
+
+impl ModuleVisitor for CollectShards<'_> {
+    track_path!();
+
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        let Some(index) = self.state.plan.find(&self.path.join()) else {
+            self.keep(Ok(whole(param.val().into_data())));
+            return;
+        };
+        let rank = self.state.context.mesh.shard_rank();
+        let plan = &self.state.plan.units()[index.unit].params[index.member];
+        let (offsets, sizes) = plan.layout(self.state.plan.shard_size()).local_box(rank);
+        let stored = param.val().inner();
+        let data = if sizes.contains(&0) {
+            let shape = Shape::from(sizes);
+            Tensor::<D>::zeros(shape, (&stored.device(), stored.dtype())).into_data()
+        } else {
+            let ranges: [std::ops::Range<usize>; D] = std::array::from_fn(|d| 0..sizes[d]);
+            stored.slice(ranges).into_data()
+        };
+        self.keep(Ok(ShardedTensor {
+            global_shape: plan.shape.clone(),
+            placement: plan.placement,
+            offsets,
+            data,
+        }));
+    }
+
+    fn visit_int<const D: usize>(&mut self, param: &Param<Tensor<D, Int>>) {
+        self.keep(Ok(whole(param.val().into_data())));
+    }
+
+    fn visit_bool<const D: usize>(&mut self, param: &Param<Tensor<D, Bool>>) {
+        self.keep(Ok(whole(param.val().into_data())));
+    }
+}
+
+/// Scatters rank 0's tensors into the shards, one after another.
+struct LoadFull<'a> {
+    state: &'a FsdpState,
+    path: PathStack,
+    /// What to load, equal on all ranks.
+    names: BTreeSet<String>,
+    /// On rank 0.
+    dict: Option<StateDict>,
+    /// The shard scattered at a placeholder, for the parameter behind it.
+    shard: Option<Tensor<1>>,
+    error: Option<FsdpError>,
+}
+
+impl LoadFull<'_> {
+    fn wants(&self, path: &str) -> bool {
+        self.error.is_none() && self.names.contains(path)
+    }
+
+    fn offered(&mut self, path: &str) -> Option<TensorData> {
+        self.dict.as_mut()?.remove(path)
+    }
+
+    /// Rank 0's data for a tensor that every rank holds whole; the rank's own after an error.
+    fn whole(&mut self, path: &str, own: TensorData) -> TensorData {
+        let group = self.state.context.mesh.group().clone();
+        let offered = self.offered(path).unwrap_or_else(|| own.clone());
+        broadcast_data(&group, offered).unwrap_or_else(|error| {
+            self.error = Some(error);
+            own
+        })
+    }
+
+    fn scatter<const D: usize>(
+        &mut self,
+        path: &str,
+        index: MemberIndex,
+        placeholder: &Param<Tensor<D>>,
+    ) -> Result<Tensor<1>> {
+        let layout = self.state.plan.units()[index.unit].params[index.member]
+            .layout(self.state.plan.shard_size());
+        let device = &self.state.context.compute_device;
+        let full = self.offered(path).map(|data| {
+            let dtype = data.dtype();
+            let data = Tensor::<D>::from_data(data, (device, dtype));
+            let loaded = placeholder.clone().transform_for_load(data, placeholder.id);
+            loaded.val().inner().reshape([layout.full_len()])
+        });
+        let call = Call::new("scatter", format!("parameter \"{path}\""));
+        scatter(&self.state.context.mesh, call, &layout, full)
+    }
+}
+
+impl ModuleMapper for LoadFull<'_> {
+    track_path!();
+
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        let path = self.path.join();
+        if self.path.is_inside_shard() {
+            return match self.shard.take() {
+                Some(shard) => param.map(|old| replace(old, shard)),
+                None => param,
+            };
+        }
+        if !self.wants(&path) {
+            return param;
+        }
+        match self.state.plan.find(&path) {
+            Some(index) => {
+                match self.scatter(&path, index, &param) {
+                    Ok(shard) => self.shard = Some(shard),
+                    Err(error) => self.error = Some(error),
+                }
+                param
+            }
+            None => param.map(|own| {
+                let device = own.device();
+                let dtype = own.dtype();
+                let trained = own.is_require_grad();
+                let data = self.whole(&path, own.into_data());
+                Tensor::from_data(data, (&device, dtype)).set_require_grad(trained)
+            }),
+        }
+    }
+
+    fn map_int<const D: usize>(&mut self, param: Param<Tensor<D, Int>>) -> Param<Tensor<D, Int>> {
+        let path = self.path.join();
+        if !self.wants(&path) {
+            return param;
+        }
+        param.map(|own| {
+            let (device, dtype) = (own.device(), own.dtype());
+            Tensor::from_data(self.whole(&path, own.into_data()), (&device, dtype))
+        })
+    }
+
+    fn map_bool<const D: usize>(
+        &mut self,
+        param: Param<Tensor<D, Bool>>,
+    ) -> Param<Tensor<D, Bool>> {
+        let path = self.path.join();
+        if !self.wants(&path) {
+            return param;
+        }
+        param.map(|own| {
+            let (device, dtype) = (own.device(), own.dtype());
+            Tensor::from_data(self.whole(&path, own.into_data()), (&device, dtype))
+        })
+    }
+}
+
+/// The shard in the place of the old one, with its autodiff.
+fn replace<const D: usize>(old: Tensor<D>, shard: Tensor<1>) -> Tensor<D> {
+    let trained = old.is_require_grad();
+    let shard = lift(shard.reshape::<D, _>(old.shape()), &old.device());
+    if old.is_autodiff() {
+        shard.set_require_grad(trained)
+    } else {
+        shard
+    }
+}

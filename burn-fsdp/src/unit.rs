@@ -1,0 +1,557 @@
+//! A unit: parameters that are unsharded together by one all-gather, and whose gradients are
+//! reduced together by one reduce-scatter.
+//!
+//! A unit does what it is told; when it is told what is the business of
+//! [`FsdpState`](crate::state::FsdpState).
+
+use std::sync::Arc;
+
+use burn::backend::autodiff::NodeId;
+use burn::tensor::{DType, Device, Tensor};
+
+use crate::comm::host;
+use crate::comm::{Call, Counters, GatherInput, GatherWork, ProcessGroup, ReduceInput, Reduction};
+use crate::memory::{MemoryCounter, MemoryGuard};
+use crate::mesh::DeviceMesh;
+use crate::placement::{Placement, ShardLayout};
+use crate::{FsdpError, GradientAverage, Result};
+
+/// What the units of one module have in common.
+#[derive(Debug)]
+pub(crate) struct Context {
+    pub(crate) mesh: DeviceMesh,
+    pub(crate) average: GradientAverage,
+    /// Where unsharded parameters live.
+    pub(crate) compute_device: Device,
+    /// Where shards and their gradients live.
+    pub(crate) shard_device: Device,
+    pub(crate) memory: Arc<MemoryCounter>,
+    pub(crate) counters: Counters,
+}
+
+/// What happens to the unsharded parameters when the forward moves on.
+#[derive(Clone, Debug)]
+pub(crate) enum AfterForward {
+    Free,
+    Keep,
+    /// Reshard over this subgroup of the shard ranks.
+    Regroup(ProcessGroup),
+}
+
+/// What never changes about a unit.
+#[derive(Debug)]
+pub(crate) struct UnitSpec {
+    pub(crate) name: Arc<str>,
+    pub(crate) members: Vec<MemberSpec>,
+    pub(crate) after_forward: AfterForward,
+    pub(crate) param_dtype: Option<DType>,
+    pub(crate) reduce_dtype: Option<DType>,
+}
+
+#[derive(Debug)]
+pub(crate) struct MemberSpec {
+    pub(crate) path: String,
+    pub(crate) layout: ShardLayout,
+}
+
+/// A member's shard as the parameter holds it now, without autodiff.
+#[derive(Debug)]
+pub(crate) struct Shard {
+    pub(crate) flat: Tensor<1>,
+    pub(crate) trainable: bool,
+}
+
+#[derive(Debug, Default)]
+enum Unsharded {
+    #[default]
+    No,
+    Coming(Box<dyn GatherWork>),
+    Here(Vec<Tensor<1>>),
+}
+
+/// The unit after a forward that resharded it over a subgroup.
+#[derive(Debug)]
+struct Regrouped {
+    shards: Vec<Tensor<1>>,
+    _counted: MemoryGuard,
+}
+
+/// One forward's use of a unit by tracked parameters, and what backward has returned of it.
+///
+/// Every hand-out of a tracked parameter brings one gradient back, if the loss depends on it.
+#[derive(Debug)]
+pub(crate) struct Pass {
+    pub(crate) id: u64,
+    pub(crate) members: Vec<MemberUse>,
+    outstanding: usize,
+    arrived: usize,
+}
+
+#[derive(Clone, Debug, Default)]
+pub(crate) struct MemberUse {
+    pub(crate) handed_out: u32,
+    /// The module call during which it was handed out last.
+    pub(crate) last_call: u64,
+    node: Option<NodeId>,
+    gradient: Option<Tensor<1>>,
+}
+
+impl Pass {
+    pub(crate) fn new(id: u64, members: usize) -> Self {
+        Self {
+            id,
+            members: vec![MemberUse::default(); members],
+            outstanding: 0,
+            arrived: 0,
+        }
+    }
+
+    fn hand_out(&mut self, member: usize, node: NodeId, call: u64) {
+        let member = &mut self.members[member];
+        member.handed_out += 1;
+        member.last_call = call;
+        member.node = Some(node);
+        self.outstanding += 1;
+    }
+}
+
+/// A reduced gradient of a member.
+#[derive(Debug)]
+pub(crate) struct Reduced {
+    pub(crate) member: usize,
+    /// The shard's leaf in the graph, where this forward used it.
+    pub(crate) node: Option<NodeId>,
+    /// Flat, of the stored shard's length.
+    pub(crate) gradient: Tensor<1>,
+}
+
+#[derive(Debug)]
+pub(crate) struct Unit {
+    pub(crate) spec: Arc<UnitSpec>,
+    shards: Vec<Option<Shard>>,
+    unsharded: Unsharded,
+    regrouped: Option<Regrouped>,
+    passes: Vec<Pass>,
+    /// Full gradients kept from backwards without sync.
+    accumulated: Vec<Option<Tensor<1>>>,
+    /// Reduce-scattered gradients kept from backwards without all-reduce.
+    partial: Vec<Option<Tensor<1>>>,
+}
+
+impl Unit {
+    pub(crate) fn new(spec: Arc<UnitSpec>) -> Self {
+        let members = spec.members.len();
+        let none = || (0..members).map(|_| None).collect();
+        Self {
+            shards: (0..members).map(|_| None).collect(),
+            unsharded: Unsharded::No,
+            regrouped: None,
+            passes: Vec::new(),
+            accumulated: none(),
+            partial: none(),
+            spec,
+        }
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.spec.members.is_empty()
+    }
+
+    // ---- shards
+
+    /// Drops the unit's hold on a member's shard, so that an optimizer may update it in place, and
+    /// everything made from it.
+    pub(crate) fn release_shard(&mut self, member: usize) {
+        self.shards[member] = None;
+        self.unsharded = Unsharded::No;
+        self.regrouped = None;
+    }
+
+    pub(crate) fn set_shard(&mut self, member: usize, shard: Shard) {
+        self.release_shard(member);
+        self.shards[member] = Some(shard);
+    }
+
+    pub(crate) fn shard(&self, member: usize) -> Result<&Shard> {
+        self.shards[member].as_ref().ok_or_else(|| {
+            let path = &self.spec.members[member].path;
+            FsdpError::argument(format!("parameter \"{path}\" is being updated"))
+        })
+    }
+
+    pub(crate) fn shard_bytes(&self) -> usize {
+        let bytes = |shard: &Shard| shard.flat.dims()[0] * shard.flat.dtype().size();
+        self.shards.iter().flatten().map(bytes).sum()
+    }
+
+    fn is_trainable(&self, member: usize) -> bool {
+        self.shards[member].as_ref().is_some_and(|s| s.trainable)
+    }
+
+    pub(crate) fn trainable(&self) -> Vec<usize> {
+        (0..self.shards.len())
+            .filter(|&member| self.is_trainable(member))
+            .collect()
+    }
+
+    // ---- unshard and reshard
+
+    pub(crate) fn is_sharded(&self) -> bool {
+        matches!(self.unsharded, Unsharded::No)
+    }
+
+    pub(crate) fn is_unsharded(&self) -> bool {
+        matches!(self.unsharded, Unsharded::Here(_))
+    }
+
+    /// Starts the all-gather, unless the unit is unsharded or on its way. Memory for the full
+    /// parameters is held from here to [`free`](Self::free).
+    pub(crate) fn start_unshard(&mut self, context: &Context) -> Result<()> {
+        if self.is_empty() || !self.is_sharded() {
+            return Ok(());
+        }
+        let (group, inputs) = match (&self.regrouped, &self.spec.after_forward) {
+            (Some(regrouped), AfterForward::Regroup(group)) => {
+                (group, self.regrouped_inputs(&regrouped.shards, group))
+            }
+            _ => (context.mesh.shard_group(), self.gather_inputs(context)?),
+        };
+        let len = inputs.iter().map(|input| input.layout.full_len()).sum();
+        let call = Call::new("all-gather", self.subject()).of(inputs[0].dtype, len);
+        if group.world_size() > 1 {
+            Counters::bump(&context.counters.all_gathers);
+        }
+        let work = group.engine().all_gather(call, inputs, &context.memory)?;
+        self.unsharded = Unsharded::Coming(work);
+        Ok(())
+    }
+
+    fn gather_inputs(&self, context: &Context) -> Result<Vec<GatherInput>> {
+        let members = self.spec.members.iter().enumerate();
+        members
+            .map(|(i, member)| {
+                let shard = self.shard(i)?;
+                Ok(GatherInput {
+                    layout: member.layout.clone(),
+                    dtype: self.spec.param_dtype.unwrap_or(shard.flat.dtype()),
+                    shard: shard.flat.clone().to_device(&context.compute_device),
+                })
+            })
+            .collect()
+    }
+
+    fn regrouped_inputs(&self, shards: &[Tensor<1>], group: &ProcessGroup) -> Vec<GatherInput> {
+        let members = self.spec.members.iter().zip(shards);
+        members
+            .map(|(member, shard)| GatherInput {
+                layout: member.layout.with_world_size(group.world_size()),
+                dtype: shard.dtype(),
+                shard: shard.clone(),
+            })
+            .collect()
+    }
+
+    /// Waits until the unit is unsharded; a member's full parameter, flat.
+    pub(crate) fn unsharded(&mut self, context: &Context, member: usize) -> Result<Tensor<1>> {
+        self.start_unshard(context)?;
+        let full = match std::mem::take(&mut self.unsharded) {
+            Unsharded::Here(full) => full,
+            Unsharded::Coming(work) => work.wait()?,
+            Unsharded::No => unreachable!("unsharding has just been started"),
+        };
+        let parameter = full[member].clone();
+        self.unsharded = Unsharded::Here(full);
+        Ok(parameter)
+    }
+
+    /// Lets go of the full parameters as the policy after forward says.
+    pub(crate) fn reshard_after_forward(&mut self, context: &Context) -> Result<()> {
+        if let (AfterForward::Regroup(group), Unsharded::Here(full), None) =
+            (&self.spec.after_forward, &self.unsharded, &self.regrouped)
+        {
+            let members = self.spec.members.iter().zip(full);
+            let shards = members
+                .map(|(member, full)| {
+                    let layout = member.layout.with_world_size(group.world_size());
+                    host::take_shard(full, &layout, group.rank())
+                })
+                .collect::<Result<Vec<_>>>()?;
+            let bytes = |t: &Tensor<1>| t.dims()[0] * t.dtype().size();
+            let held = shards.iter().map(bytes).sum();
+            self.regrouped = Some(Regrouped {
+                shards,
+                _counted: MemoryGuard::new(&context.memory, held),
+            });
+        }
+        self.unsharded = Unsharded::No;
+        Ok(())
+    }
+
+    /// Lets go of the full parameters, whatever the policy.
+    pub(crate) fn free(&mut self) {
+        self.unsharded = Unsharded::No;
+        self.regrouped = None;
+    }
+
+    // ---- gradients
+
+    /// The pass of this id, which is the latest if it is known.
+    pub(crate) fn pass(&self, id: u64) -> Option<&Pass> {
+        self.passes.iter().rev().find(|pass| pass.id == id)
+    }
+
+    pub(crate) fn passes(&self) -> &[Pass] {
+        &self.passes
+    }
+
+    /// Notes that a tracked member's full parameter goes into the graph.
+    pub(crate) fn hand_out(&mut self, pass: u64, member: usize, node: NodeId, call: u64) {
+        self.pass_mut(pass).hand_out(member, node, call);
+    }
+
+    fn pass_mut(&mut self, id: u64) -> &mut Pass {
+        let found = self.passes.iter().position(|pass| pass.id == id);
+        let i = found.unwrap_or_else(|| {
+            if self.passes.len() == PASSES_KEPT {
+                self.passes.remove(0);
+            }
+            self.passes.push(Pass::new(id, self.spec.members.len()));
+            self.passes.len() - 1
+        });
+        &mut self.passes[i]
+    }
+
+    /// Takes in a full gradient that backward brought for a hand-out. Whether the pass now has a
+    /// gradient for every trainable parameter, and none is to come.
+    pub(crate) fn take_gradient(&mut self, pass: u64, member: usize, gradient: Tensor<1>) -> bool {
+        let reduce_dtype = self.reduce_dtype(member);
+        let trainable = self.trainable();
+        let pass = self.pass_mut(pass);
+        let slot = &mut pass.members[member].gradient;
+        *slot = Some(sum(slot.take(), gradient, reduce_dtype));
+        pass.arrived += 1;
+        pass.arrived == pass.outstanding
+            && trainable
+                .iter()
+                .all(|&member| pass.members[member].handed_out > 0)
+    }
+
+    /// Adds what a pass has brought to the gradients kept without sync.
+    pub(crate) fn accumulate(&mut self, pass: u64) {
+        for (member, taken) in self.collect(pass).into_iter().enumerate() {
+            let Some((_, gradient)) = taken else { continue };
+            let dtype = self.reduce_dtype(member);
+            let gradient = cast(gradient, dtype);
+            let kept = &mut self.accumulated[member];
+            *kept = Some(sum(kept.take(), gradient, dtype));
+        }
+    }
+
+    fn reduce_dtype(&self, member: usize) -> DType {
+        let original = self.shards[member].as_ref().map(|s| s.flat.dtype());
+        self.spec.reduce_dtype.or(original).unwrap_or(DType::F32)
+    }
+
+    /// Takes the gradients a pass has brought, with their leaves, and forgets what is settled.
+    fn collect(&mut self, pass: u64) -> Vec<Option<(Option<NodeId>, Tensor<1>)>> {
+        let Some(i) = self.passes.iter().position(|p| p.id == pass) else {
+            return Vec::new();
+        };
+        let pass = &mut self.passes[i];
+        let take = |m: &mut MemberUse| Some((m.node, m.gradient.take()?));
+        let taken = pass.members.iter_mut().map(take).collect();
+        pass.outstanding = pass.outstanding.saturating_sub(pass.arrived);
+        pass.arrived = 0;
+        if pass.outstanding == 0 {
+            self.passes.remove(i);
+        }
+        taken
+    }
+
+    /// Whether any gradient waits to be reduced.
+    pub(crate) fn has_gradient(&self, member: usize) -> bool {
+        let in_pass = |pass: &Pass| pass.members[member].gradient.is_some();
+        self.accumulated[member].is_some() || self.passes.iter().any(in_pass)
+    }
+
+    /// Whether backward has brought gradients that were neither reduced nor kept.
+    pub(crate) fn is_incomplete(&self) -> bool {
+        self.passes.iter().any(|pass| pass.arrived > 0)
+    }
+
+    pub(crate) fn arrived_passes(&self) -> Vec<u64> {
+        let arrived = self.passes.iter().filter(|pass| pass.arrived > 0);
+        arrived.map(|pass| pass.id).collect()
+    }
+
+    /// Drops gradients that nobody collected; whether there were any.
+    pub(crate) fn drop_stale(&mut self) -> bool {
+        let before = self.passes.len();
+        self.passes.retain(|pass| pass.arrived == 0);
+        self.passes.len() < before
+    }
+
+    pub(crate) fn missing_gradients(&self) -> Vec<String> {
+        let missing = self.trainable().into_iter();
+        missing
+            .filter(|&member| !self.has_gradient(member))
+            .map(|member| self.spec.members[member].path.clone())
+            .collect()
+    }
+
+    /// Reduces the gradients of these passes and of `members`, zeros where this rank has none.
+    /// All ranks must do this, in the same order and for the same members.
+    ///
+    /// Nothing is returned while all-reduce is off: the partial result is kept for the next time.
+    pub(crate) fn reduce(
+        &mut self,
+        context: &Context,
+        passes: &[u64],
+        members: &[usize],
+        all_reduce: bool,
+    ) -> Result<Vec<Reduced>> {
+        let mut gradients: Vec<_> = self.accumulated.iter_mut().map(Option::take).collect();
+        let mut nodes = vec![None; gradients.len()];
+        for &pass in passes {
+            for (member, taken) in self.collect(pass).into_iter().enumerate() {
+                let Some((node, gradient)) = taken else {
+                    continue;
+                };
+                nodes[member] = node;
+                let reduce_dtype = self.reduce_dtype(member);
+                let slot = &mut gradients[member];
+                *slot = Some(sum(slot.take(), gradient, reduce_dtype));
+            }
+        }
+        let mut contributions = Vec::with_capacity(members.len());
+        for &member in members {
+            contributions.push((member, gradients[member].take()));
+        }
+        let shards = self.reduce_scatter(context, contributions)?;
+        let shards = match context.mesh.replicate_group() {
+            Some(group) => self.all_reduce(context, group, members, shards, all_reduce)?,
+            None => Some(shards),
+        };
+        let reduced = members.iter().zip(shards.into_iter().flatten());
+        Ok(reduced
+            .map(|(&member, gradient)| Reduced {
+                member,
+                node: nodes[member],
+                gradient: gradient.to_device(&context.shard_device),
+            })
+            .collect())
+    }
+
+    fn reduce_scatter(
+        &self,
+        context: &Context,
+        contributions: Vec<(usize, Option<Tensor<1>>)>,
+    ) -> Result<Vec<Tensor<1>>> {
+        let group = context.mesh.shard_group();
+        let more_to_come = context.mesh.replicate_group().is_some();
+        let inputs: Vec<_> = contributions
+            .into_iter()
+            .map(|(member, contribution)| {
+                let reduce_dtype = self.reduce_dtype(member);
+                Ok(ReduceInput {
+                    layout: self.spec.members[member].layout.clone(),
+                    contribution,
+                    reduce_dtype,
+                    out_dtype: if more_to_come {
+                        reduce_dtype
+                    } else {
+                        self.shard(member)?.flat.dtype()
+                    },
+                })
+            })
+            .collect::<Result<_>>()?;
+        if group.world_size() > 1 {
+            Counters::bump(&context.counters.reduce_scatters);
+        }
+        self.run(group, "reduce-scatter", inputs, context.average)
+    }
+
+    /// `None` while all-reduce is off.
+    fn all_reduce(
+        &mut self,
+        context: &Context,
+        group: &ProcessGroup,
+        members: &[usize],
+        shards: Vec<Tensor<1>>,
+        all_reduce: bool,
+    ) -> Result<Option<Vec<Tensor<1>>>> {
+        let mut inputs = Vec::with_capacity(members.len());
+        for (&member, shard) in members.iter().zip(shards) {
+            let reduce_dtype = self.reduce_dtype(member);
+            let kept = self.partial[member].take();
+            let shard = sum(kept, shard, reduce_dtype);
+            if !all_reduce {
+                self.partial[member] = Some(shard);
+                continue;
+            }
+            inputs.push(ReduceInput {
+                layout: ShardLayout::flat(
+                    shard.dims()[0],
+                    Placement::Replicate,
+                    group.world_size(),
+                ),
+                contribution: Some(shard),
+                reduce_dtype,
+                out_dtype: self.shard(member)?.flat.dtype(),
+            });
+        }
+        if !all_reduce {
+            return Ok(None);
+        }
+        // A custom factor has been applied once already.
+        let average = match context.average {
+            GradientAverage::Mean => GradientAverage::Mean,
+            GradientAverage::Sum | GradientAverage::Factor(_) => GradientAverage::Sum,
+        };
+        Counters::bump(&context.counters.all_reduces);
+        self.run(group, "all-reduce", inputs, average).map(Some)
+    }
+
+    fn run(
+        &self,
+        group: &ProcessGroup,
+        op: &'static str,
+        inputs: Vec<ReduceInput>,
+        average: GradientAverage,
+    ) -> Result<Vec<Tensor<1>>> {
+        let Some(first) = inputs.first() else {
+            return Ok(Vec::new());
+        };
+        let len = inputs.iter().map(|input| input.layout.full_len()).sum();
+        let call = Call::new(op, self.subject()).of(first.reduce_dtype, len);
+        let reduction = Reduction::new(average, group.world_size(), first.reduce_dtype);
+        group.engine().reduce(call, inputs, reduction)
+    }
+
+    fn subject(&self) -> String {
+        match &*self.spec.name {
+            "" => "the root unit".to_string(),
+            name => format!("unit \"{name}\""),
+        }
+    }
+}
+
+/// Passes of a unit kept for a backward that may still come. A forward of training parameters whose
+/// loss is dropped leaves its pass behind; this bounds how many.
+const PASSES_KEPT: usize = 64;
+
+/// The sum, in `dtype`; the tensor as it is where there is nothing to add it to.
+fn sum(a: Option<Tensor<1>>, b: Tensor<1>, dtype: DType) -> Tensor<1> {
+    match a {
+        Some(a) => cast(a, dtype) + cast(b, dtype),
+        None => b,
+    }
+}
+
+fn cast(tensor: Tensor<1>, dtype: DType) -> Tensor<1> {
+    if tensor.dtype() == dtype {
+        tensor
+    } else {
+        tensor.cast(dtype)
+    }
+}

@@ -1,0 +1,207 @@
+//! The autodiff operation that turns a shard into the full parameter.
+//!
+//! Forward unshards the parameter's unit. Backward hands the full gradient to the unit, which
+//! reduces when it has them all. The operation is memory-bound whatever the device's checkpointing
+//! strategy: an operation that needs the full parameter in backward asks for it again, and the unit
+//! is unsharded again. That is what resharding after forward comes down to: the graph holds none.
+//!
+//! # Note: vectors
+//!
+//! Parameters of one dimension are the exception: the graph may hold them. With gradient
+//! checkpointing Burn computes the residual stream again at the start of backward, through every
+//! addition of a bias in every unit. Gathering each unit for that would cost one all-gather a unit
+//! more, to save what is a fraction of a percent of it.
+//!
+//! # Note: views
+//!
+//! A view of a parameter is another operation, which under the default strategy keeps what it is
+//! given, and Burn's `linear` takes one for inputs of three dimensions and more. So train on
+//! `device.autodiff().gradient_checkpointing()` for the memory that sharding promises.
+
+use std::sync::Arc;
+
+use burn::backend::autodiff::NodeId;
+use burn::backend::autodiff::checkpoint::base::Checkpointer;
+use burn::backend::autodiff::checkpoint::retro_forward::RetroForward;
+use burn::backend::autodiff::checkpoint::state::BackwardStates;
+use burn::backend::autodiff::checkpoint::strategy::{BalancedCheckpointing, CheckpointStrategy};
+use burn::backend::autodiff::grads::Gradients;
+use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
+use burn::backend::tensor::FloatTensor;
+use burn::backend::{
+    Autodiff, Backend, Dispatch, DispatchKindConversion, DispatchTensor, Flex, TensorMetadata,
+    backend_extension,
+};
+use burn::tensor::{Shape, Tensor};
+
+use crate::state::{FsdpState, Phase};
+use crate::{FsdpError, Result, order};
+
+/// Unshards a parameter. All ranks must call this for the same units, in the same order.
+///
+/// # Panics
+///
+/// If the collective fails; `val()` cannot return an error.
+pub(crate) fn unshard<const D: usize>(shard: Tensor<D>, member: MemberHandle) -> Tensor<D> {
+    Tensor::from_dispatch(<Dispatch as UnshardBackend>::unshard(
+        shard.into_dispatch(),
+        member,
+    ))
+}
+
+/// A parameter of a unit.
+#[derive(Clone, Debug)]
+pub(crate) struct MemberHandle {
+    pub(crate) state: Arc<FsdpState>,
+    pub(crate) unit: usize,
+    pub(crate) member: usize,
+}
+
+impl MemberHandle {
+    fn is_vector(&self) -> bool {
+        self.state.plan.units()[self.unit].params[self.member]
+            .shape
+            .len()
+            <= 1
+    }
+
+    /// The full parameter as a primitive of the backend it is on.
+    fn full<B: Backend>(&self, phase: Phase) -> FloatTensor<B>
+    where
+        DispatchTensor: DispatchKindConversion<B>,
+    {
+        let flat = or_panic(self.state.full(self.unit, self.member, phase));
+        let params = &self.state.plan.units()[self.unit].params;
+        let shape = Shape::from(params[self.member].shape.clone());
+        let flat = flat
+            .try_into_primitive::<B>()
+            .expect("a unit is gathered on the device of its shards");
+        B::float_reshape(flat, shape)
+    }
+}
+
+/// The backends that can unshard.
+#[backend_extension(Flex, Autodiff)]
+pub(crate) trait UnshardBackend: Backend {
+    /// The full parameter, of which `shard` is this rank's part.
+    fn unshard(shard: FloatTensor<Self>, member: MemberHandle) -> FloatTensor<Self>;
+}
+
+impl UnshardBackend for Flex {
+    fn unshard(_shard: FloatTensor<Self>, member: MemberHandle) -> FloatTensor<Self> {
+        member.full::<Self>(Phase::Forward)
+    }
+}
+
+impl<B: UnshardBackend, C: CheckpointStrategy> UnshardBackend for Autodiff<B, C>
+where
+    DispatchTensor: DispatchKindConversion<B>,
+{
+    fn unshard(shard: FloatTensor<Self>, member: MemberHandle) -> FloatTensor<Self> {
+        let rung = order::next_rung::<B>(&shard.primitive().device());
+        let tracked = shard.is_tracked();
+        // A parameter that is not tracked names no parent: with one, Burn would keep the full
+        // tensor. One that is must name it, or Burn cannot find the way to it.
+        let retro = Regather::<B> {
+            leaf: tracked.then(|| shard.id()),
+            member: member.clone(),
+            backend: std::marker::PhantomData,
+        };
+        let operation =
+            UnshardOperation.prepare::<BalancedCheckpointing>([shard.node(), rung.node()]);
+        let operation = if member.is_vector() {
+            operation.compute_bound()
+        } else {
+            operation
+                .memory_bound()
+                .retro_forward(retro)
+                .parents(tracked.then_some(&shard))
+        };
+        let full = member.full::<B>(Phase::Forward);
+        match operation.stateful() {
+            OpsKind::Tracked(operation) => {
+                let MemberHandle {
+                    state,
+                    unit,
+                    member: index,
+                } = &member;
+                let pass = state.hand_out(*unit, *index, shard.id());
+                operation.finish(HandedOut { member, pass }, full)
+            }
+            OpsKind::UnTracked(operation) => operation.finish(full),
+        }
+    }
+}
+
+/// Makes the full parameter again, for an operation that needs it in backward.
+#[derive(Debug, Clone)]
+struct Regather<B: Backend> {
+    leaf: Option<NodeId>,
+    member: MemberHandle,
+    backend: std::marker::PhantomData<B>,
+}
+
+impl<B: Backend> RetroForward for Regather<B>
+where
+    DispatchTensor: DispatchKindConversion<B>,
+{
+    fn forward(&self, states: &mut BackwardStates, out: NodeId) {
+        if let Some(leaf) = self.leaf {
+            // The shard itself is the unit's to read; this only settles Burn's count of uses.
+            states.get_state::<FloatTensor<B>>(&leaf);
+        }
+        order::backward_seen();
+        states.save(out, self.member.full::<B>(Phase::Backward));
+    }
+}
+
+#[derive(Clone, Debug)]
+struct HandedOut {
+    member: MemberHandle,
+    pass: u64,
+}
+
+#[derive(Debug)]
+struct UnshardOperation;
+
+impl<B: Backend> Backward<B, 2> for UnshardOperation
+where
+    DispatchTensor: DispatchKindConversion<B>,
+{
+    type State = HandedOut;
+
+    fn backward(
+        self,
+        ops: Ops<HandedOut, 2>,
+        grads: &mut Gradients,
+        _checkpointer: &mut Checkpointer,
+    ) {
+        order::backward_seen();
+        let HandedOut { member, pass } = ops.state;
+        let gradient = grads.consume::<B>(&ops.node);
+        let flat = B::float_reshape(
+            gradient.clone(),
+            Shape::new([gradient.shape().num_elements()]),
+        );
+        drop(gradient);
+        let flat = Tensor::<1>::from_primitive::<B>(flat);
+        let (state, unit) = (&member.state, member.unit);
+        let reduced = or_panic(state.take_gradient(unit, member.member, pass, flat));
+        for reduced in reduced {
+            let node = reduced
+                .node
+                .expect("a complete pass has handed out every trainable parameter");
+            let gradient = reduced
+                .gradient
+                .try_into_primitive::<B>()
+                .expect("a gradient is reduced on the device of its shard");
+            let shape = state.shard_shape(unit, reduced.member);
+            grads.register::<B>(node, B::float_reshape(gradient, shape));
+        }
+    }
+}
+
+/// Nothing but a panic can leave a forward or a backward.
+pub(crate) fn or_panic<T>(result: Result<T, FsdpError>) -> T {
+    result.unwrap_or_else(|error| panic!("{error}"))
+}
