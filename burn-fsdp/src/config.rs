@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use burn::tensor::DType;
 
-use crate::Placement;
+use crate::{FsdpError, Placement, Result};
 
 /// Dtypes of communication and compute, apart from those of the stored parameters.
 ///
@@ -312,6 +312,18 @@ impl FsdpConfig {
     pub fn with_prefetch(mut self, prefetch: bool) -> Self {
         self.no_prefetch = !prefetch;
         self
+    }
+}
+
+impl FsdpConfig {
+    /// Refuses what can be seen to be wrong without a module.
+    pub(crate) fn check(&self) -> Result<()> {
+        match self.average {
+            GradientAverage::Factor(factor) if !factor.is_normal() => Err(FsdpError::argument(
+                format!("a gradient factor must be finite and not zero, not {factor}"),
+            )),
+            _ => Ok(()),
+        }
     }
 }
 

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use burn::module::{Module, Param, Reparameterizer};
-use burn::tensor::{DType, Device, Tensor};
+use burn::tensor::{DType, Device, Shape, Tensor};
 
 use crate::buffers::broadcast_buffers;
 use crate::comm::{Call, ProcessGroup, host};
@@ -13,7 +13,7 @@ use crate::mesh::DeviceMesh;
 use crate::module::FsdpModule;
 use crate::param::ShardedParam;
 use crate::placement::{Placement, ShardLayout};
-use crate::plan::{MemberIndex, ParamPlan, ROOT, ShardingPlan};
+use crate::plan::{MemberIndex, ParamPlan, ROOT, ShardingPlan, placeholder_value};
 use crate::state::FsdpState;
 use crate::unit::{AfterForward, Context, MemberSpec, UnitSpec};
 use crate::unshard::MemberHandle;
@@ -71,9 +71,10 @@ pub trait FullyShard: Module {
 
 impl<M: Module> FullyShard for M {
     fn fully_shard(self, mesh: &DeviceMesh, config: &FsdpConfig) -> Result<FsdpModule<Self>> {
+        config.check()?;
         let plan = Arc::new(ShardingPlan::new(&self, config, mesh.shard_size())?);
         let group = mesh.group();
-        group.agree("the structure of the module", &plan.to_string())?;
+        group.agree("the structure of the module", &plan.description())?;
         group.agree("the FSDP settings", &format!("{config:#?}"))?;
 
         let device = device_of(&self)?.inner();
@@ -91,6 +92,7 @@ impl<M: Module> FullyShard for M {
             counters: Default::default(),
         };
         let state = FsdpState::new(plan.clone(), context, specs, !config.no_prefetch);
+        state.module();
 
         let module = broadcast_buffers(self, &plan, group)?;
         let mut outcome = Outcome::default();
@@ -242,7 +244,10 @@ impl Reparameterizer for Sharder<'_> {
             return (param, None);
         };
         match self.shard(path, index, &param) {
-            Ok(sharded) => (placeholder(param), Some(sharded)),
+            Ok(sharded) => {
+                let shape = &self.plan.units()[index.unit].params[index.member].shape;
+                (placeholder(param, shape), Some(sharded))
+            }
             Err(error) => {
                 self.outcome.error = Some(error);
                 (param, None)
@@ -344,19 +349,15 @@ pub(crate) fn scatter(
 
 /// A parameter of the full shape that holds one NaN, frozen, with the original's id and mappers.
 /// A parameter that was not initialised is not initialised by this.
-fn placeholder<const D: usize>(param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-    let (id, device, shape) = (param.id, param.lazy_device(), param.lazy_shape());
-    let nan = || {
-        if shape.num_elements() == 0 {
-            return Tensor::<D>::zeros(shape.clone(), &device);
-        }
-        Tensor::<D>::full([1; D], f32::NAN, &device).expand(shape.clone())
-    };
+fn placeholder<const D: usize>(param: Param<Tensor<D>>, shape: &[usize]) -> Param<Tensor<D>> {
+    let (id, device) = (param.id, param.lazy_device());
+    let nan = |shape: Shape| placeholder_value(&shape, &device);
     // Loading is the one way to give a parameter a value without initialising it first. Its mapper
     // may change the shape, so the value is set once more.
+    let declared = param.lazy_shape();
     param
-        .transform_for_load(nan(), id)
-        .map(|_| nan())
+        .transform_for_load(nan(declared), id)
+        .map(|_| nan(Shape::from(shape.to_vec())))
         .set_require_grad(false)
 }
 

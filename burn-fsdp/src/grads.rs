@@ -46,12 +46,19 @@ impl<M: Module> FsdpModule<M> {
         self.visit(&mut local);
         let message = local.total?.to_le_bytes().to_vec();
         let call = Call::new("agreement", "the gradient norm");
-        let all = self.mesh().shard_group().engine().exchange(call, message)?;
+        let all = self.mesh().group().engine().exchange(call, message)?;
         let parts = all.iter().map(|bytes| {
             let bytes = bytes.as_slice().try_into();
             f64::from_le_bytes(bytes.expect("every rank sends one f64"))
         });
-        let total = parts.fold(0.0, |total, part| join(norm, total, part));
+        // Copies of the model hold equal gradients, so the first speaks for all. But should one
+        // hold a NaN, no copy may step.
+        let is_heard =
+            |(rank, part): &(usize, f64)| *rank < self.mesh().shard_size() || !part.is_finite();
+        let total = parts
+            .enumerate()
+            .filter(is_heard)
+            .fold(0.0, |total, (_, part)| join(norm, total, part));
         Ok(match norm {
             NormType::L2 => total.sqrt(),
             NormType::L1 | NormType::Inf => total,

@@ -1,13 +1,14 @@
 //! Which parameter is in which unit, and how it is placed. Decided from the module alone, before
 //! anything is communicated, so that ranks can check that they decided alike.
 
+use std::any::type_name;
 use std::collections::{HashMap, HashSet};
 use std::fmt;
 
 use burn::module::{
     Module, ModuleMapper, ModuleVisitor, Param, ParamId, Reparameterization, Reparameterizer,
 };
-use burn::tensor::Tensor;
+use burn::tensor::{Device, Shape, Tensor};
 
 use crate::config::{ModuleNode, ParamInfo, UnitConfig, path_matches};
 use crate::placement::ShardLayout;
@@ -76,6 +77,13 @@ impl ShardingPlan {
         shard_size: usize,
     ) -> Result<Self> {
         let tree = ModuleTree::of(module)?;
+        // A sharded module shows its shards as plain parameters, so only its type tells.
+        if type_name::<M>().starts_with(concat!(env!("CARGO_CRATE_NAME"), "::module::FsdpModule<"))
+            && let Some(param) = tree.params.first()
+        {
+            let path = param.path.clone();
+            return Err(FsdpError::AlreadyReparameterized { path });
+        }
         check_patterns("ignored pattern", &config.ignored, tree.param_paths())?;
         let ignored = |path: &str| config.ignored.iter().any(|p| path_matches(p, path));
 
@@ -186,6 +194,29 @@ impl ShardingPlan {
     /// Whether the floating tensor at `path` is a running statistic, not a parameter.
     pub(crate) fn is_buffer(&self, path: &str) -> bool {
         self.buffers.contains(path)
+    }
+
+    /// Everything that must be equal on all ranks, one line for each parameter.
+    pub(crate) fn description(&self) -> String {
+        let mut lines = Vec::new();
+        for unit in &self.units {
+            for ParamPlan {
+                path,
+                shape,
+                placement,
+            } in &unit.params
+            {
+                let unit = &unit.name;
+                lines.push(format!("{path} {shape:?} {placement} in unit \"{unit}\""));
+            }
+        }
+        let mut others: Vec<_> = self
+            .left_alone()
+            .map(|path| format!("{path} left alone"))
+            .collect();
+        others.sort_unstable();
+        lines.extend(others);
+        lines.join("\n")
     }
 
     pub(crate) fn find(&self, path: &str) -> Option<MemberIndex> {
@@ -420,13 +451,34 @@ impl ModuleVisitor for Walk {
         self.tree.params.push(FoundParam {
             path: self.stack.last().map(path).unwrap_or_default(),
             id: param.id,
-            shape: param.lazy_shape().to_vec(),
+            shape: true_shape(param),
             owner: parent
                 .map(|&i| self.tree.nodes[i].type_name.clone())
                 .unwrap_or_default(),
             is_parameter: false,
         });
     }
+}
+
+/// The shape of the value that `param` has, or will have once it is initialised.
+///
+/// A parameter that is not initialised declares the shape in which it is recorded. A column-layout
+/// `Linear` turns that around, and its load mapper shows how.
+fn true_shape<const D: usize>(param: &Param<Tensor<D>>) -> Vec<usize> {
+    if param.is_initialized() {
+        return param.shape().to_vec();
+    }
+    let declared = placeholder_value::<D>(&param.lazy_shape(), &param.lazy_device());
+    let loaded = param.clone().transform_for_load(declared, param.id);
+    loaded.shape().to_vec()
+}
+
+/// A tensor of this shape that holds one NaN.
+pub(crate) fn placeholder_value<const D: usize>(shape: &Shape, device: &Device) -> Tensor<D> {
+    if shape.num_elements() == 0 {
+        return Tensor::zeros(shape.clone(), device);
+    }
+    Tensor::<D>::full([1; D], f32::NAN, device).expand(shape.clone())
 }
 
 /// A reparameterization that does nothing, to see who keeps it.

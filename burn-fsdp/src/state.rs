@@ -29,18 +29,18 @@
 use std::collections::HashMap;
 use std::fmt;
 use std::hash::{DefaultHasher, Hash, Hasher};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock, Weak};
 
 use burn::backend::autodiff::NodeId;
 use burn::tensor::{Shape, Tensor};
 use parking_lot::Mutex;
 
-use crate::comm::{Call, CollectiveCounts};
+use crate::comm::{Call, CollectiveCounts, GatherInput, GatherSource};
 use crate::memory::MemoryStats;
 use crate::param::RankedParam;
 use crate::plan::{ROOT, ShardingPlan};
-use crate::unit::{AfterForward, Context, Reduced, Shard, Unit, UnitSpec};
+use crate::unit::{AfterForward, Context, Reduced, Shard, ShardBoard, Unit, UnitSpec};
 use crate::{FsdpError, Result};
 
 /// Something a unit did, for those who want to see the order. See
@@ -105,6 +105,11 @@ pub(crate) struct FsdpState {
     new_ids: AtomicBool,
     /// Parameters with several names, for the later names to follow the first.
     tied: Mutex<HashMap<(usize, usize), RankedParam>>,
+    /// What other ranks may gather from while this one waits.
+    boards: Vec<(Arc<UnitSpec>, Arc<Mutex<ShardBoard>>)>,
+    /// This module's number with the engine.
+    module: OnceLock<u64>,
+    own: Weak<Self>,
     schedule: Mutex<Schedule>,
 }
 
@@ -126,6 +131,8 @@ struct Schedule {
     previous: Option<usize>,
     /// Units left unsharded by a backward, until they are asked for again.
     kept: Vec<bool>,
+    /// Units gathered ahead by the user's wish, until they are asked for or the phase ends.
+    awaited: Vec<bool>,
     /// What followed a unit when it was asked for before.
     followed_by: HashMap<(Phase, usize), usize>,
     /// What the user wants gathered ahead of a unit.
@@ -143,14 +150,27 @@ impl FsdpState {
         specs: Vec<Arc<UnitSpec>>,
         prefetch: bool,
     ) -> Arc<Self> {
-        Arc::new(Self {
+        Self::with_schedule(plan, context, Schedule::new(specs), prefetch)
+    }
+
+    fn with_schedule(
+        plan: Arc<ShardingPlan>,
+        context: Context,
+        schedule: Schedule,
+        prefetch: bool,
+    ) -> Arc<Self> {
+        let board = |unit: &Unit| (unit.spec.clone(), unit.board().clone());
+        Arc::new_cyclic(|own| Self {
             plan,
             context,
             prefetch,
             module_calls: AtomicU64::new(0),
             new_ids: AtomicBool::new(false),
             tied: Default::default(),
-            schedule: Mutex::new(Schedule::new(specs)),
+            boards: schedule.units.iter().map(board).collect(),
+            module: OnceLock::new(),
+            own: own.clone(),
+            schedule: Mutex::new(schedule),
         })
     }
 
@@ -160,21 +180,23 @@ impl FsdpState {
         let specs = own.units.iter().map(|unit| unit.spec.clone()).collect();
         let mut schedule = Schedule::new(specs);
         schedule.explicit_prefetch = own.explicit_prefetch.clone();
-        Arc::new(Self {
-            plan: self.plan.clone(),
-            context: Context {
-                mesh: self.context.mesh.clone(),
-                average: self.context.average,
-                compute_device: self.context.compute_device.clone(),
-                shard_device: self.context.shard_device.clone(),
-                memory: Default::default(),
-                counters: Default::default(),
-            },
-            prefetch: self.prefetch,
-            module_calls: AtomicU64::new(0),
-            new_ids: AtomicBool::new(false),
-            tied: Default::default(),
-            schedule: Mutex::new(schedule),
+        let context = Context {
+            mesh: self.context.mesh.clone(),
+            average: self.context.average,
+            compute_device: self.context.compute_device.clone(),
+            shard_device: self.context.shard_device.clone(),
+            memory: Default::default(),
+            counters: Default::default(),
+        };
+        Self::with_schedule(self.plan.clone(), context, schedule, self.prefetch)
+    }
+
+    /// The number of this module with the engine. A module gets one when it is sharded, a copy when
+    /// it is first used, so that a copy made on one rank only does not upset the count.
+    pub(crate) fn module(&self) -> u64 {
+        *self.module.get_or_init(|| {
+            let engine = self.context.mesh.shard_group().engine();
+            engine.register(self.own.clone())
         })
     }
 
@@ -210,7 +232,7 @@ impl FsdpState {
     }
 
     pub(crate) fn shard(&self, unit: usize, member: usize) -> Result<Tensor<1>> {
-        Ok(self.schedule.lock().units[unit].shard(member)?.flat.clone())
+        self.schedule.lock().units[unit].shard(member)
     }
 
     pub(crate) fn shard_shape(&self, unit: usize, member: usize) -> Shape {
@@ -245,7 +267,7 @@ impl FsdpState {
         }
         schedule.make_room(unit, self)?;
         let was_unsharded = schedule.units[unit].is_unsharded();
-        let full = schedule.units[unit].unsharded(&self.context, member)?;
+        let full = schedule.units[unit].unsharded(&self.context, self.module(), member)?;
         if !was_unsharded {
             schedule.record(unit, |unit| Event::Unshard { unit });
         }
@@ -256,7 +278,7 @@ impl FsdpState {
     pub(crate) fn unshard(&self, unit: usize) -> Result<()> {
         let mut schedule = self.schedule.lock();
         if !schedule.units[unit].is_empty() {
-            schedule.units[unit].unsharded(&self.context, 0)?;
+            schedule.units[unit].unsharded(&self.context, self.module(), 0)?;
         }
         Ok(())
     }
@@ -401,12 +423,27 @@ impl FsdpState {
     }
 }
 
+impl GatherSource for FsdpState {
+    fn gather_inputs(&self, unit: usize, generation: u64) -> Option<Vec<GatherInput>> {
+        let (spec, board) = &self.boards[unit];
+        let board = board.lock();
+        if board.generation() != generation {
+            return None;
+        }
+        board.gather_inputs(spec, &self.context).ok()
+    }
+}
+
 impl Schedule {
     fn new(specs: Vec<Arc<UnitSpec>>) -> Self {
         Self {
             deferred: vec![false; specs.len()],
             kept: vec![false; specs.len()],
-            units: specs.into_iter().map(Unit::new).collect(),
+            awaited: vec![false; specs.len()],
+            units: (0..)
+                .zip(specs)
+                .map(|(i, spec)| Unit::new(i, spec))
+                .collect(),
             switches: Switches::default(),
             phase: Phase::Forward,
             current: None,
@@ -424,6 +461,7 @@ impl Schedule {
         }
         self.phase = Phase::Forward;
         self.previous = None;
+        self.awaited.fill(false);
         self.pass += 1;
         for unit in &mut self.units {
             if unit.drop_stale() {
@@ -440,6 +478,7 @@ impl Schedule {
         if self.phase == Phase::Forward {
             self.phase = Phase::Backward;
             self.previous = None;
+            self.awaited.fill(false);
         }
     }
 
@@ -467,12 +506,12 @@ impl Schedule {
         }
         if self.phase == Phase::Forward && self.stays(ROOT) && self.units[ROOT].is_sharded() {
             // All ranks gather the root first, even those that use none of its parameters now.
-            self.units[ROOT].start_unshard(&state.context)?;
+            self.units[ROOT].start_unshard(&state.context, state.module())?;
         }
         let wanted = self.ahead_of(unit, state);
         for other in 0..self.units.len() {
-            let needed = self.stays(other) || self.kept[other] || wanted.contains(&other);
-            if other == unit || needed {
+            let waits = self.kept[other] || self.awaited[other] || wanted.contains(&other);
+            if other == unit || self.stays(other) || waits {
                 continue;
             }
             if !self.units[other].is_sharded() {
@@ -490,6 +529,7 @@ impl Schedule {
     /// Once `unit` is unsharded: remembers the order and gathers what will follow.
     fn gather_ahead(&mut self, unit: usize, state: &FsdpState) -> Result<()> {
         self.kept[unit] = false;
+        self.awaited[unit] = false;
         if self.stays(unit) || self.current == Some(unit) && self.previous == Some(unit) {
             return Ok(());
         }
@@ -497,8 +537,10 @@ impl Schedule {
             self.followed_by.insert((self.phase, previous), unit);
         }
         self.current = Some(unit);
+        let is_explicit = self.explicit_prefetch.contains_key(&(self.phase, unit));
         for ahead in self.ahead_of(unit, state) {
-            self.units[ahead].start_unshard(&state.context)?;
+            self.units[ahead].start_unshard(&state.context, state.module())?;
+            self.awaited[ahead] |= is_explicit;
         }
         Ok(())
     }
@@ -565,10 +607,13 @@ impl Schedule {
     }
 
     fn reduce_rest(&mut self, state: &FsdpState) -> Result<Vec<UnitGradient>> {
+        let all_reduce = self.switches.all_reduce;
         let has: Vec<u8> = self
             .units
             .iter()
-            .flat_map(|unit| (0..unit.spec.members.len()).map(|m| unit.has_gradient(m).into()))
+            .flat_map(|unit| {
+                (0..unit.spec.members.len()).map(|m| unit.has_gradient(m, all_reduce).into())
+            })
             .collect();
         let call = Call::new("agreement", "the gradients that backward brought");
         let all = state.context.mesh.group().engine().exchange(call, has)?;

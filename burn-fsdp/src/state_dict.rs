@@ -290,7 +290,7 @@ impl GatherFull<'_> {
         let call = Call::new("all-gather", format!("parameter \"{path}\""))
             .of(input.dtype, input.layout.full_len());
         let engine = group.engine();
-        let work = engine.all_gather(call, vec![input], &Default::default())?;
+        let work = engine.all_gather(call, None, vec![input], &Default::default())?;
         Ok(work.wait()?.remove(0))
     }
 }

@@ -8,9 +8,12 @@ use std::sync::Arc;
 
 use burn::backend::autodiff::NodeId;
 use burn::tensor::{DType, Device, Tensor};
+use parking_lot::Mutex;
 
 use crate::comm::host;
-use crate::comm::{Call, Counters, GatherInput, GatherWork, ProcessGroup, ReduceInput, Reduction};
+use crate::comm::{
+    Call, Counters, GatherInput, GatherKey, GatherWork, ProcessGroup, ReduceInput, Reduction,
+};
 use crate::memory::{MemoryCounter, MemoryGuard};
 use crate::mesh::DeviceMesh;
 use crate::placement::{Placement, ShardLayout};
@@ -125,10 +128,51 @@ pub(crate) struct Reduced {
     pub(crate) gradient: Tensor<1>,
 }
 
+/// A unit's shards. They have a lock of their own, for other ranks to gather from while this one
+/// waits.
+#[derive(Debug)]
+pub(crate) struct ShardBoard {
+    shards: Vec<Option<Shard>>,
+    /// How often a shard has been replaced; equal on all ranks.
+    generation: u64,
+}
+
+impl ShardBoard {
+    pub(crate) fn generation(&self) -> u64 {
+        self.generation
+    }
+
+    fn get(&self, spec: &UnitSpec, member: usize) -> Result<&Shard> {
+        self.shards[member].as_ref().ok_or_else(|| {
+            let path = &spec.members[member].path;
+            FsdpError::argument(format!("parameter \"{path}\" is being updated"))
+        })
+    }
+
+    pub(crate) fn gather_inputs(
+        &self,
+        spec: &UnitSpec,
+        context: &Context,
+    ) -> Result<Vec<GatherInput>> {
+        let members = spec.members.iter().enumerate();
+        members
+            .map(|(i, member)| {
+                let shard = self.get(spec, i)?;
+                Ok(GatherInput {
+                    layout: member.layout.clone(),
+                    dtype: spec.param_dtype.unwrap_or(shard.flat.dtype()),
+                    shard: shard.flat.clone().to_device(&context.compute_device),
+                })
+            })
+            .collect()
+    }
+}
+
 #[derive(Debug)]
 pub(crate) struct Unit {
     pub(crate) spec: Arc<UnitSpec>,
-    shards: Vec<Option<Shard>>,
+    index: usize,
+    board: Arc<Mutex<ShardBoard>>,
     unsharded: Unsharded,
     regrouped: Option<Regrouped>,
     passes: Vec<Pass>,
@@ -139,11 +183,16 @@ pub(crate) struct Unit {
 }
 
 impl Unit {
-    pub(crate) fn new(spec: Arc<UnitSpec>) -> Self {
+    pub(crate) fn new(index: usize, spec: Arc<UnitSpec>) -> Self {
         let members = spec.members.len();
         let none = || (0..members).map(|_| None).collect();
-        Self {
+        let board = ShardBoard {
             shards: (0..members).map(|_| None).collect(),
+            generation: 0,
+        };
+        Self {
+            index,
+            board: Arc::new(Mutex::new(board)),
             unsharded: Unsharded::No,
             regrouped: None,
             passes: Vec::new(),
@@ -159,39 +208,43 @@ impl Unit {
 
     // ---- shards
 
+    pub(crate) fn board(&self) -> &Arc<Mutex<ShardBoard>> {
+        &self.board
+    }
+
     /// Drops the unit's hold on a member's shard, so that an optimizer may update it in place, and
     /// everything made from it.
     pub(crate) fn release_shard(&mut self, member: usize) {
-        self.shards[member] = None;
+        self.board.lock().shards[member] = None;
         self.unsharded = Unsharded::No;
         self.regrouped = None;
     }
 
     pub(crate) fn set_shard(&mut self, member: usize, shard: Shard) {
         self.release_shard(member);
-        self.shards[member] = Some(shard);
+        let mut board = self.board.lock();
+        board.shards[member] = Some(shard);
+        board.generation += 1;
     }
 
-    pub(crate) fn shard(&self, member: usize) -> Result<&Shard> {
-        self.shards[member].as_ref().ok_or_else(|| {
-            let path = &self.spec.members[member].path;
-            FsdpError::argument(format!("parameter \"{path}\" is being updated"))
-        })
+    pub(crate) fn shard(&self, member: usize) -> Result<Tensor<1>> {
+        Ok(self.board.lock().get(&self.spec, member)?.flat.clone())
+    }
+
+    fn dtype(&self, member: usize) -> Result<DType> {
+        Ok(self.board.lock().get(&self.spec, member)?.flat.dtype())
     }
 
     pub(crate) fn shard_bytes(&self) -> usize {
         let bytes = |shard: &Shard| shard.flat.dims()[0] * shard.flat.dtype().size();
-        self.shards.iter().flatten().map(bytes).sum()
+        self.board.lock().shards.iter().flatten().map(bytes).sum()
     }
 
-    fn is_trainable(&self, member: usize) -> bool {
-        self.shards[member].as_ref().is_some_and(|s| s.trainable)
-    }
-
+    /// The members that are trained.
     pub(crate) fn trainable(&self) -> Vec<usize> {
-        (0..self.shards.len())
-            .filter(|&member| self.is_trainable(member))
-            .collect()
+        let board = self.board.lock();
+        let trained = |member: &usize| board.shards[*member].as_ref().is_some_and(|s| s.trainable);
+        (0..board.shards.len()).filter(trained).collect()
     }
 
     // ---- unshard and reshard
@@ -206,38 +259,34 @@ impl Unit {
 
     /// Starts the all-gather, unless the unit is unsharded or on its way. Memory for the full
     /// parameters is held from here to [`free`](Self::free).
-    pub(crate) fn start_unshard(&mut self, context: &Context) -> Result<()> {
+    pub(crate) fn start_unshard(&mut self, context: &Context, module: u64) -> Result<()> {
         if self.is_empty() || !self.is_sharded() {
             return Ok(());
         }
-        let (group, inputs) = match (&self.regrouped, &self.spec.after_forward) {
+        let (group, key, inputs) = match (&self.regrouped, &self.spec.after_forward) {
             (Some(regrouped), AfterForward::Regroup(group)) => {
-                (group, self.regrouped_inputs(&regrouped.shards, group))
+                (group, None, self.regrouped_inputs(&regrouped.shards, group))
             }
-            _ => (context.mesh.shard_group(), self.gather_inputs(context)?),
+            _ => {
+                let board = self.board.lock();
+                let key = GatherKey {
+                    module,
+                    unit: self.index,
+                    generation: board.generation,
+                };
+                let inputs = board.gather_inputs(&self.spec, context)?;
+                (context.mesh.shard_group(), Some(key), inputs)
+            }
         };
         let len = inputs.iter().map(|input| input.layout.full_len()).sum();
         let call = Call::new("all-gather", self.subject()).of(inputs[0].dtype, len);
         if group.world_size() > 1 {
             Counters::bump(&context.counters.all_gathers);
         }
-        let work = group.engine().all_gather(call, inputs, &context.memory)?;
+        let engine = group.engine();
+        let work = engine.all_gather(call, key, inputs, &context.memory)?;
         self.unsharded = Unsharded::Coming(work);
         Ok(())
-    }
-
-    fn gather_inputs(&self, context: &Context) -> Result<Vec<GatherInput>> {
-        let members = self.spec.members.iter().enumerate();
-        members
-            .map(|(i, member)| {
-                let shard = self.shard(i)?;
-                Ok(GatherInput {
-                    layout: member.layout.clone(),
-                    dtype: self.spec.param_dtype.unwrap_or(shard.flat.dtype()),
-                    shard: shard.flat.clone().to_device(&context.compute_device),
-                })
-            })
-            .collect()
     }
 
     fn regrouped_inputs(&self, shards: &[Tensor<1>], group: &ProcessGroup) -> Vec<GatherInput> {
@@ -252,8 +301,13 @@ impl Unit {
     }
 
     /// Waits until the unit is unsharded; a member's full parameter, flat.
-    pub(crate) fn unsharded(&mut self, context: &Context, member: usize) -> Result<Tensor<1>> {
-        self.start_unshard(context)?;
+    pub(crate) fn unsharded(
+        &mut self,
+        context: &Context,
+        module: u64,
+        member: usize,
+    ) -> Result<Tensor<1>> {
+        self.start_unshard(context, module)?;
         let full = match std::mem::take(&mut self.unsharded) {
             Unsharded::Here(full) => full,
             Unsharded::Coming(work) => work.wait()?,
@@ -348,8 +402,11 @@ impl Unit {
     }
 
     fn reduce_dtype(&self, member: usize) -> DType {
-        let original = self.shards[member].as_ref().map(|s| s.flat.dtype());
-        self.spec.reduce_dtype.or(original).unwrap_or(DType::F32)
+        let original = || self.dtype(member).ok();
+        self.spec
+            .reduce_dtype
+            .or_else(original)
+            .unwrap_or(DType::F32)
     }
 
     /// Takes the gradients a pass has brought, with their leaves, and forgets what is settled.
@@ -368,10 +425,12 @@ impl Unit {
         taken
     }
 
-    /// Whether any gradient waits to be reduced.
-    pub(crate) fn has_gradient(&self, member: usize) -> bool {
+    /// Whether any gradient waits to be reduced; to be all-reduced, if that is on.
+    pub(crate) fn has_gradient(&self, member: usize, all_reduce: bool) -> bool {
         let in_pass = |pass: &Pass| pass.members[member].gradient.is_some();
-        self.accumulated[member].is_some() || self.passes.iter().any(in_pass)
+        self.accumulated[member].is_some()
+            || all_reduce && self.partial[member].is_some()
+            || self.passes.iter().any(in_pass)
     }
 
     /// Whether backward has brought gradients that were neither reduced nor kept.
@@ -394,7 +453,7 @@ impl Unit {
     pub(crate) fn missing_gradients(&self) -> Vec<String> {
         let missing = self.trainable().into_iter();
         missing
-            .filter(|&member| !self.has_gradient(member))
+            .filter(|&member| !self.has_gradient(member, false))
             .map(|member| self.spec.members[member].path.clone())
             .collect()
     }
@@ -460,7 +519,7 @@ impl Unit {
                     out_dtype: if more_to_come {
                         reduce_dtype
                     } else {
-                        self.shard(member)?.flat.dtype()
+                        self.dtype(member)?
                     },
                 })
             })
@@ -497,7 +556,7 @@ impl Unit {
                 ),
                 contribution: Some(shard),
                 reduce_dtype,
-                out_dtype: self.shard(member)?.flat.dtype(),
+                out_dtype: self.dtype(member)?,
             });
         }
         if !all_reduce {

@@ -12,6 +12,9 @@
 //! addition of a bias in every unit. Gathering each unit for that would cost one all-gather a unit
 //! more, to save what is a fraction of a percent of it.
 //!
+//! Frozen parameters are another. An operation that is not tracked is nobody's parent in Burn's
+//! graph, so there is no way back to it. What needs a frozen parameter in backward holds it.
+//!
 //! # Note: views
 //!
 //! A view of a parameter is another operation, which under the default strategy keeps what it is
@@ -99,23 +102,20 @@ where
 {
     fn unshard(shard: FloatTensor<Self>, member: MemberHandle) -> FloatTensor<Self> {
         let rung = order::next_rung::<B>(&shard.primitive().device());
-        let tracked = shard.is_tracked();
-        // A parameter that is not tracked names no parent: with one, Burn would keep the full
-        // tensor. One that is must name it, or Burn cannot find the way to it.
         let retro = Regather::<B> {
-            leaf: tracked.then(|| shard.id()),
+            leaf: shard.id(),
             member: member.clone(),
             backend: std::marker::PhantomData,
         };
         let operation =
             UnshardOperation.prepare::<BalancedCheckpointing>([shard.node(), rung.node()]);
-        let operation = if member.is_vector() {
-            operation.compute_bound()
-        } else {
+        let operation = if shard.is_tracked() && !member.is_vector() {
             operation
                 .memory_bound()
                 .retro_forward(retro)
-                .parents(tracked.then_some(&shard))
+                .parents([&shard])
+        } else {
+            operation.compute_bound()
         };
         let full = member.full::<B>(Phase::Forward);
         match operation.stateful() {
@@ -136,7 +136,7 @@ where
 /// Makes the full parameter again, for an operation that needs it in backward.
 #[derive(Debug, Clone)]
 struct Regather<B: Backend> {
-    leaf: Option<NodeId>,
+    leaf: NodeId,
     member: MemberHandle,
     backend: std::marker::PhantomData<B>,
 }
@@ -146,10 +146,8 @@ where
     DispatchTensor: DispatchKindConversion<B>,
 {
     fn forward(&self, states: &mut BackwardStates, out: NodeId) {
-        if let Some(leaf) = self.leaf {
-            // The shard itself is the unit's to read; this only settles Burn's count of uses.
-            states.get_state::<FloatTensor<B>>(&leaf);
-        }
+        // The shard itself is the unit's to read; this only settles Burn's count of uses.
+        states.get_state::<FloatTensor<B>>(&self.leaf);
         order::backward_seen();
         states.save(out, self.member.full::<B>(Phase::Backward));
     }

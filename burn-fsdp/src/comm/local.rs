@@ -4,11 +4,17 @@
 //! the way, straight into the unsharded tensors, which all ranks then read. In a reduction each
 //! rank shows its gradient and then adds up its own part of everyone's, in rank order, so that
 //! results are bit-equal from run to run.
+//!
+//! # Note: gathers of units that a rank does not use
+//!
+//! Gathers of units are matched by unit, not by position. A rank that waits, for whatever it may
+//! be, first looks for gathers that lack its part and adds it. So a rank may skip a unit that
+//! others use: they get its shards when it next waits for them, at the latest before backward.
 
 use std::any::Any;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
 use burn::tensor::{Bytes, DType, Tensor};
@@ -16,26 +22,47 @@ use parking_lot::{Condvar, Mutex};
 
 use super::buffer::{BufferPool, FilledBuffer, SharedBuffer};
 use super::host::{self, HostTensor, with_float};
-use super::{Call, Engine, GatherInput, GatherWork, ReduceInput, Reduction};
+use super::{
+    Call, Engine, GatherInput, GatherKey, GatherSource, GatherWork, ReduceInput, Reduction,
+};
 use crate::memory::{MemoryCounter, MemoryGuard};
 use crate::placement::ShardLayout;
 use crate::{FsdpError, Result};
 
-/// How often a waiting rank looks before it sleeps; ranks mostly arrive within microseconds.
-const SPINS: usize = 2_000;
+/// How often a waiting rank looks before it sleeps. Ranks mostly arrive within microseconds; where
+/// there are more of them than cores, one that waits must soon make way.
+const SPINS: usize = 64;
+const YIELDS: usize = 64;
 /// How often a sleeping rank looks whether a peer has gone.
 const NAP: Duration = Duration::from_millis(100);
 
-/// What all groups of one launch share: who failed, who returned, who did what last.
-#[derive(Debug)]
+/// What all groups of one launch share. Ranks are by their number in the launch.
 pub(crate) struct Launch {
     timeout: Duration,
     failure: OnceLock<FsdpError>,
     failed: AtomicBool,
     returned: Vec<AtomicBool>,
     last_calls: Vec<Mutex<Option<Call>>>,
-    lock: Mutex<()>,
+    sources: Vec<Mutex<Vec<Weak<dyn GatherSource>>>>,
+    open_gathers: Mutex<Vec<OpenGather>>,
+    sleepers: Mutex<Sleepers>,
     changed: Condvar,
+}
+
+/// Who sleeps, and since when. If all do and nothing has changed since, nothing ever will.
+#[derive(Debug)]
+struct Sleepers {
+    epoch: u64,
+    asleep_since: Vec<Option<u64>>,
+}
+
+impl std::fmt::Debug for Launch {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Launch")
+            .field("world_size", &self.returned.len())
+            .field("failure", &self.failure)
+            .finish_non_exhaustive()
+    }
 }
 
 impl Launch {
@@ -46,7 +73,12 @@ impl Launch {
             failed: AtomicBool::new(false),
             returned: (0..world_size).map(|_| AtomicBool::new(false)).collect(),
             last_calls: (0..world_size).map(|_| Mutex::new(None)).collect(),
-            lock: Mutex::new(()),
+            sources: (0..world_size).map(|_| Mutex::default()).collect(),
+            open_gathers: Mutex::default(),
+            sleepers: Mutex::new(Sleepers {
+                epoch: 0,
+                asleep_since: vec![None; world_size],
+            }),
             changed: Condvar::new(),
         })
     }
@@ -88,9 +120,44 @@ impl Launch {
     }
 
     fn notify(&self) {
-        // The lock orders the change before the look of a rank that is about to sleep.
-        drop(self.lock.lock());
+        self.sleepers.lock().epoch += 1;
         self.changed.notify_all();
+    }
+
+    /// Adds `rank`'s part to the gathers that lack it; whether there were any.
+    fn serve(&self, rank: usize) -> Result<bool> {
+        let lacking = |gather: &&OpenGather| gather.lacks(rank);
+        let open: Vec<_> = self
+            .open_gathers
+            .lock()
+            .iter()
+            .filter(lacking)
+            .cloned()
+            .collect();
+        let mut served = false;
+        for gather in open {
+            let sources = self.sources[rank].lock();
+            let source = sources.get(gather.key.module as usize);
+            let source = source.and_then(Weak::upgrade);
+            drop(sources);
+            let inputs =
+                source.and_then(|s| s.gather_inputs(gather.key.unit, gather.key.generation));
+            let Some(inputs) = inputs else { continue };
+            let ticket = gather.ticket(rank, gather.slot.first.1.clone());
+            write_shards(&ticket.common(), &inputs, ticket.rank)?;
+            ticket.arrive(Arc::new(()));
+            served = true;
+        }
+        Ok(served)
+    }
+
+    /// Whether every rank sleeps, `rank` being about to, and nothing has changed since.
+    fn is_deadlocked(&self, sleepers: &mut Sleepers, rank: usize) -> bool {
+        let now = Some(sleepers.epoch);
+        sleepers.asleep_since[rank] = now;
+        let returned = self.returned.iter().map(|r| r.load(Ordering::Acquire));
+        let mut ranks = sleepers.asleep_since.iter().zip(returned);
+        ranks.all(|(since, returned)| returned || *since == now)
     }
 
     fn last_calls(&self) -> Vec<String> {
@@ -109,6 +176,33 @@ struct Group {
     ranks: Vec<usize>,
     slots: Mutex<HashMap<u64, Arc<Slot>>>,
     pool: Arc<BufferPool>,
+}
+
+/// A gather of a unit that some rank has not added its part to.
+#[derive(Clone, Debug)]
+struct OpenGather {
+    group: Arc<Group>,
+    key: GatherKey,
+    slot: Arc<Slot>,
+}
+
+impl OpenGather {
+    fn lacks(&self, launch_rank: usize) -> bool {
+        let rank = self.group.ranks.iter().position(|&r| r == launch_rank);
+        rank.is_some_and(|rank| self.slot.parts.lock()[rank].is_none())
+    }
+
+    /// The place of a member of the group, which calls it `call`.
+    fn ticket(&self, launch_rank: usize, call: Call) -> Ticket {
+        let rank = self.group.ranks.iter().position(|&r| r == launch_rank);
+        Ticket {
+            group: self.group.clone(),
+            slot: self.slot.clone(),
+            position: None,
+            rank: rank.expect("the rank is a member"),
+            call,
+        }
+    }
 }
 
 /// One collective under way.
@@ -151,43 +245,75 @@ impl LocalEngine {
 
     /// Takes this rank's place in the group's next collective.
     fn enter(&self, call: Call, common: impl FnOnce() -> Part) -> Result<Ticket> {
-        let launch = &self.group.launch;
-        launch.check()?;
-        let global = self.group.ranks[self.rank];
-        *launch.last_calls[global].lock() = Some(call.clone());
+        self.begin(&call)?;
         let position = self.next.fetch_add(1, Ordering::Relaxed);
         let slot = self
             .group
             .slots
             .lock()
             .entry(position)
-            .or_insert_with(|| {
-                Arc::new(Slot {
-                    first: (global, call.clone()),
-                    common: common(),
-                    parts: Mutex::new(vec![None; self.group.ranks.len()]),
-                    arrived: AtomicUsize::new(0),
-                    left: AtomicUsize::new(0),
-                })
-            })
+            .or_insert_with(|| self.new_slot(&call, common()))
             .clone();
         let ticket = Ticket {
             group: self.group.clone(),
             slot,
-            position,
+            position: Some(position),
             rank: self.rank,
             call,
         };
-        let (first_rank, first_call) = &ticket.slot.first;
-        if *first_call != ticket.call {
-            return Err(ticket.fail(FsdpError::CollectiveMismatch {
-                rank_a: *first_rank,
-                call_a: first_call.to_string(),
-                rank_b: global,
-                call_b: ticket.call.to_string(),
-            }));
-        }
+        ticket.check_call()?;
         Ok(ticket)
+    }
+
+    /// Takes this rank's place in the open gather of this key, or opens one.
+    fn enter_gather(
+        &self,
+        call: Call,
+        key: GatherKey,
+        common: impl FnOnce() -> Part,
+    ) -> Result<Ticket> {
+        self.begin(&call)?;
+        let launch = &self.group.launch;
+        let global = self.group.ranks[self.rank];
+        let mut open_gathers = launch.open_gathers.lock();
+        let mine = |gather: &&OpenGather| {
+            Arc::ptr_eq(&gather.group, &self.group) && gather.key == key && gather.lacks(global)
+        };
+        let found = open_gathers.iter().find(mine).cloned();
+        let is_new = found.is_none();
+        let gather = found.unwrap_or_else(|| {
+            let gather = OpenGather {
+                group: self.group.clone(),
+                key,
+                slot: self.new_slot(&call, common()),
+            };
+            open_gathers.push(gather.clone());
+            gather
+        });
+        drop(open_gathers);
+        if is_new {
+            launch.notify();
+        }
+        let ticket = gather.ticket(global, call);
+        ticket.check_call()?;
+        Ok(ticket)
+    }
+
+    fn begin(&self, call: &Call) -> Result<()> {
+        let launch = &self.group.launch;
+        launch.check()?;
+        *launch.last_calls[self.group.ranks[self.rank]].lock() = Some(call.clone());
+        Ok(())
+    }
+
+    fn new_slot(&self, call: &Call, common: Part) -> Arc<Slot> {
+        Arc::new(Slot {
+            first: (self.group.ranks[self.rank], call.clone()),
+            common,
+            parts: Mutex::new(vec![None; self.group.ranks.len()]),
+            arrived: AtomicUsize::new(0),
+            left: AtomicUsize::new(0),
+        })
     }
 
     /// Shows `part` to all ranks and returns everyone's.
@@ -203,7 +329,8 @@ impl LocalEngine {
 struct Ticket {
     group: Arc<Group>,
     slot: Arc<Slot>,
-    position: u64,
+    /// Its position in the group; a gather of a unit has none.
+    position: Option<u64>,
     rank: usize,
     call: Call,
 }
@@ -213,12 +340,37 @@ impl Ticket {
         downcast(self.slot.common.clone())
     }
 
+    fn check_call(&self) -> Result<()> {
+        let (first_rank, first_call) = &self.slot.first;
+        if *first_call == self.call {
+            return Ok(());
+        }
+        Err(self.fail(FsdpError::CollectiveMismatch {
+            rank_a: *first_rank,
+            call_a: first_call.to_string(),
+            rank_b: self.launch_rank(),
+            call_b: self.call.to_string(),
+        }))
+    }
+
+    fn launch_rank(&self) -> usize {
+        self.group.ranks[self.rank]
+    }
+
     fn arrive(&self, part: Part) {
         self.slot.parts.lock()[self.rank] = Some(part);
         let arrived = self.slot.arrived.fetch_add(1, Ordering::AcqRel) + 1;
         if arrived == self.group.ranks.len() {
+            if self.position.is_none() {
+                self.close_gather();
+            }
             self.group.launch.notify();
         }
+    }
+
+    fn close_gather(&self) {
+        let mut open = self.group.launch.open_gathers.lock();
+        open.retain(|gather| !Arc::ptr_eq(&gather.slot, &self.slot));
     }
 
     fn all_arrived(&self) -> bool {
@@ -228,41 +380,74 @@ impl Ticket {
     /// Blocks until all ranks have arrived.
     fn wait(&self) -> Result<()> {
         let launch = &self.group.launch;
-        for _ in 0..SPINS {
+        for look in 0..SPINS + YIELDS {
             if self.all_arrived() {
                 return Ok(());
             }
-            std::hint::spin_loop();
+            if look < SPINS {
+                std::hint::spin_loop();
+            } else {
+                std::thread::yield_now();
+            }
         }
         let start = Instant::now();
-        let mut lock = launch.lock.lock();
         loop {
+            // What changes from here on is seen by its epoch.
+            let epoch = launch.sleepers.lock().epoch;
             if self.all_arrived() {
                 return Ok(());
             }
             launch.check()?;
-            let missing = self.missing();
-            let gone = |rank: &&usize| launch.returned[**rank].load(Ordering::Acquire);
-            let error = if let Some(&gone) = missing.iter().find(gone) {
-                FsdpError::RankReturned {
-                    rank: self.group.ranks[self.rank],
-                    call: self.call.to_string(),
-                    gone,
-                }
-            } else if start.elapsed() >= launch.timeout {
-                FsdpError::Timeout {
-                    rank: self.group.ranks[self.rank],
-                    call: self.call.to_string(),
-                    after: launch.timeout,
-                    missing,
-                    last_calls: launch.last_calls(),
-                }
-            } else {
-                launch.changed.wait_for(&mut lock, NAP.min(launch.timeout));
+            if launch.serve(self.launch_rank())? {
                 continue;
-            };
-            drop(lock);
-            return Err(self.fail(error));
+            }
+            if let Some(error) = self.hopeless(start) {
+                return Err(self.fail(error));
+            }
+            let mut sleepers = launch.sleepers.lock();
+            if sleepers.epoch != epoch {
+                continue;
+            }
+            if launch.is_deadlocked(&mut sleepers, self.launch_rank()) {
+                drop(sleepers);
+                return Err(self.fail(self.deadlock()));
+            }
+            launch
+                .changed
+                .wait_for(&mut sleepers, NAP.min(launch.timeout));
+            sleepers.asleep_since[self.launch_rank()] = None;
+        }
+    }
+
+    /// Why it makes no sense to wait any longer, if so.
+    fn hopeless(&self, since: Instant) -> Option<FsdpError> {
+        let launch = &self.group.launch;
+        let missing = self.missing();
+        let gone = |rank: &&usize| launch.returned[**rank].load(Ordering::Acquire);
+        if let Some(&gone) = missing.iter().find(gone) {
+            return Some(FsdpError::RankReturned {
+                rank: self.launch_rank(),
+                call: self.call.to_string(),
+                gone,
+            });
+        }
+        (since.elapsed() >= launch.timeout).then(|| FsdpError::Timeout {
+            rank: self.launch_rank(),
+            call: self.call.to_string(),
+            after: launch.timeout,
+            missing,
+            last_calls: launch.last_calls(),
+        })
+    }
+
+    /// All ranks wait for each other: the mismatch of this one with the first it waits for.
+    fn deadlock(&self) -> FsdpError {
+        let other = self.missing().first().copied().unwrap_or_default();
+        FsdpError::CollectiveMismatch {
+            rank_a: other,
+            call_a: self.group.launch.last_calls()[other].clone(),
+            rank_b: self.launch_rank(),
+            call_b: self.call.to_string(),
         }
     }
 
@@ -291,8 +476,14 @@ impl Ticket {
 
 impl Drop for Ticket {
     fn drop(&mut self) {
-        if self.slot.left.fetch_add(1, Ordering::AcqRel) + 1 == self.group.ranks.len() {
-            self.group.slots.lock().remove(&self.position);
+        let left = self.slot.left.fetch_add(1, Ordering::AcqRel) + 1;
+        match self.position {
+            Some(position) if left == self.group.ranks.len() => {
+                self.group.slots.lock().remove(&position);
+            }
+            // Everyone who took part has given up, so nobody else need.
+            None if left == self.slot.arrived.load(Ordering::Acquire) => self.close_gather(),
+            _ => {}
         }
     }
 }
@@ -316,10 +507,34 @@ enum Gathering {
     },
 }
 
+/// The buffers of a gather: one for each tensor that is split.
+type Buffers = Vec<Arc<SharedBuffer>>;
+
+fn full_bytes(input: &GatherInput) -> usize {
+    input.layout.full_len() * input.dtype.size()
+}
+
+/// Writes `rank`'s shards, cast, into their places in the full tensors. Once a gather only.
+fn write_shards(buffers: &Buffers, inputs: &[GatherInput], rank: usize) -> Result<()> {
+    let split = inputs.iter().filter(|input| !input.layout.is_whole());
+    for (buffer, input) in buffers.iter().zip(split) {
+        let shard = host::host(&input.shard)?;
+        let element = input.dtype.size();
+        for span in input.layout.spans(rank) {
+            let bytes = span.full * element..(span.full + span.len) * element;
+            // SAFETY: spans of one rank are disjoint, those of different ranks too, and nobody
+            // reads before all ranks have arrived.
+            let target = unsafe { buffer.slice_mut(bytes) };
+            host::copy_cast(&shard, span.shard, target, input.dtype);
+        }
+    }
+    Ok(())
+}
+
 #[derive(Debug)]
 struct LocalGather {
     ticket: Ticket,
-    buffers: Arc<Vec<Arc<SharedBuffer>>>,
+    buffers: Arc<Buffers>,
     tensors: Vec<Gathering>,
 }
 
@@ -356,45 +571,43 @@ impl Engine for LocalEngine {
         self.rendezvous(call, message)
     }
 
+    fn register(&self, module: Weak<dyn GatherSource>) -> u64 {
+        let mut sources = self.group.launch.sources[self.group.ranks[self.rank]].lock();
+        sources.push(module);
+        sources.len() as u64 - 1
+    }
+
     fn all_gather(
         &self,
         call: Call,
+        key: Option<GatherKey>,
         inputs: Vec<GatherInput>,
         memory: &Arc<MemoryCounter>,
     ) -> Result<Box<dyn GatherWork>> {
-        let size = |input: &GatherInput| input.layout.full_len() * input.dtype.size();
-        let is_split = |input: &&GatherInput| !input.layout.is_whole();
-        let ticket = self.enter(call, || {
-            let sizes = inputs.iter().filter(is_split).map(size);
-            let buffers: Vec<_> = sizes
-                .map(|size| Arc::new(self.group.pool.take(size)))
-                .collect();
-            Arc::new(buffers)
-        })?;
-        let buffers = ticket.common::<Vec<Arc<SharedBuffer>>>();
+        let make_buffers = || -> Part {
+            let split = inputs.iter().filter(|input| !input.layout.is_whole());
+            let buffer = |input| Arc::new(self.group.pool.take(full_bytes(input)));
+            Arc::new(split.map(buffer).collect::<Buffers>())
+        };
+        let ticket = match key {
+            Some(key) => self.enter_gather(call, key, make_buffers)?,
+            None => self.enter(call, make_buffers)?,
+        };
+        let buffers = ticket.common::<Buffers>();
+        write_shards(&buffers, &inputs, self.rank)?;
         let mut tensors = Vec::with_capacity(inputs.len());
-        let mut next_buffer = 0;
+        let mut next_buffer = 0..;
         for input in inputs {
-            if input.layout.is_whole() {
-                tensors.push(Gathering::Done(cast_whole(input, memory)?));
-                continue;
-            }
-            let shard = host::host(&input.shard)?;
-            let element = input.dtype.size();
-            for span in input.layout.spans(self.rank) {
-                let bytes = span.full * element..(span.full + span.len) * element;
-                // SAFETY: spans of one rank are disjoint, those of different ranks too, and nobody
-                // reads before all ranks have arrived.
-                let target = unsafe { buffers[next_buffer].slice_mut(bytes) };
-                host::copy_cast(&shard, span.shard, target, input.dtype);
-            }
-            tensors.push(Gathering::Filling {
-                buffer: next_buffer,
-                len: input.layout.full_len(),
-                dtype: input.dtype,
-                counted: MemoryGuard::new(memory, size(&input)),
+            tensors.push(if input.layout.is_whole() {
+                Gathering::Done(cast_whole(input, memory)?)
+            } else {
+                Gathering::Filling {
+                    buffer: next_buffer.next().expect("the range is endless"),
+                    len: input.layout.full_len(),
+                    dtype: input.dtype,
+                    counted: MemoryGuard::new(memory, full_bytes(&input)),
+                }
             });
-            next_buffer += 1;
         }
         ticket.arrive(Arc::new(()));
         Ok(Box::new(LocalGather {

@@ -6,9 +6,9 @@
 //! # Note: no silent hang
 //!
 //! Collectives of a group are matched by position. Each carries a [`Call`]; if two ranks issue
-//! different calls at one position, all ranks get the same error. A rank that fails makes every
-//! other return its cause at the next collective, or at once if it waits in one. Every wait has a
-//! timeout.
+//! different calls at one position, or all wait for each other in different groups, all ranks get
+//! the same error. A rank that fails makes every other return its cause at the next collective, or
+//! at once if it waits in one. Every wait has a timeout.
 
 pub(crate) mod buffer;
 pub(crate) mod host;
@@ -16,8 +16,8 @@ mod launch;
 mod local;
 
 use std::fmt;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Weak};
 
 use burn::tensor::{DType, Tensor};
 
@@ -143,6 +143,22 @@ pub(crate) struct ReduceInput {
     pub(crate) out_dtype: DType,
 }
 
+/// Which all-gather of a module's unit this is. See [`Engine::all_gather`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct GatherKey {
+    /// The module, by the number that [`Engine::register`] gave it.
+    pub(crate) module: u64,
+    pub(crate) unit: usize,
+    /// How often the unit's shards have been replaced.
+    pub(crate) generation: u64,
+}
+
+/// Where an engine finds this rank's shards of a unit that another rank wants to gather.
+pub(crate) trait GatherSource: Send + Sync {
+    /// `None` if the shards are not, or no longer, of this generation.
+    fn gather_inputs(&self, unit: usize, generation: u64) -> Option<Vec<GatherInput>>;
+}
+
 /// An all-gather under way. Dropping it abandons the result, not the other ranks.
 pub(crate) trait GatherWork: fmt::Debug + Send {
     /// Blocks until all ranks have contributed; the full tensors, flat, in the order of the inputs.
@@ -161,10 +177,18 @@ pub(crate) trait Engine: fmt::Debug + Send + Sync {
     /// Gives every rank all ranks' messages, in rank order. Lengths may differ.
     fn exchange(&self, call: Call, message: Vec<u8>) -> Result<Vec<Arc<Vec<u8>>>>;
 
+    /// Numbers a module, from 0 in the order of these calls, and remembers where its shards are.
+    fn register(&self, module: Weak<dyn GatherSource>) -> u64;
+
     /// Starts gathering. Unsharded bytes are counted on `memory` until the tensors are dropped.
+    ///
+    /// With a key, an engine may match ranks by the key instead of by position, and take the shards
+    /// of a rank that has not called from where it registered them. An engine that does lets a rank
+    /// skip units that others use.
     fn all_gather(
         &self,
         call: Call,
+        key: Option<GatherKey>,
         inputs: Vec<GatherInput>,
         memory: &Arc<MemoryCounter>,
     ) -> Result<Box<dyn GatherWork>>;
@@ -333,7 +357,7 @@ impl ProcessGroup {
         let call = Call::new("all-gather", "a tensor").of(dtype, len_all);
         let work = self
             .engine
-            .all_gather(call, vec![input], &Default::default())?;
+            .all_gather(call, None, vec![input], &Default::default())?;
         Ok(work.wait()?.remove(0))
     }
 
