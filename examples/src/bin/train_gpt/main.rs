@@ -1,0 +1,78 @@
+//! `cargo run -p burn-fsdp-examples --bin train_gpt -- --help`
+
+mod args;
+mod data;
+mod dense;
+mod generate;
+mod model;
+mod plot;
+mod progress;
+mod report;
+mod train;
+
+use std::process::ExitCode;
+
+use burn::prelude::*;
+use burn_fsdp::LaunchConfig;
+use clap::error::ErrorKind;
+use clap::{CommandFactory, Parser};
+
+use args::Args;
+use data::{Corpus, SONNETS};
+
+// Ranks that are threads contend for page faults when every large tensor is mapped and unmapped.
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
+fn main() -> ExitCode {
+    let args = Args::parse();
+    let corpus = Corpus::new(SONNETS);
+    if let Err(reason) = args.check(&corpus) {
+        Args::command()
+            .error(ErrorKind::ValueValidation, reason)
+            .exit();
+    }
+    match run(&args, &corpus) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(args: &Args, corpus: &Corpus) -> Result<(), Box<dyn std::error::Error>> {
+    plot::prepare(&args.out)?;
+    // One generator serves the whole process: seed it before the ranks start, not in each of them.
+    Device::flex().seed(args.seed);
+    // The dense run is launched too, so that both can be given the same number of threads.
+    let ranks = if args.single { 1 } else { args.world_size };
+    let mut launch = LaunchConfig::new(ranks);
+    if let Some(threads) = args.threads_per_rank {
+        launch = launch.with_threads_per_rank(threads);
+    }
+    let outcomes = launch.launch(|group| match args.single {
+        true => train::train_dense(args, corpus),
+        false => train::train_sharded(args, corpus, &group),
+    })?;
+
+    report::print(args, &outcomes);
+    if let Some(first) = outcomes.first() {
+        let picture = plot::save(&args.out, &title(args), &first.records)?;
+        println!("loss curve          {}", picture.display());
+        if let Some(sample) = &first.sample {
+            println!("\n{}", sample.trim_start());
+        }
+    }
+    Ok(())
+}
+
+fn title(args: &Args) -> String {
+    match args.single {
+        true => "GPT on Shakespeare's sonnets, dense".into(),
+        false => format!(
+            "GPT on Shakespeare's sonnets, sharded over {} ranks",
+            args.world_size
+        ),
+    }
+}
