@@ -195,6 +195,7 @@ impl OpenGather {
     /// The place of a member of the group, which calls it `call`.
     fn ticket(&self, launch_rank: usize, call: Call) -> Ticket {
         let rank = self.group.ranks.iter().position(|&r| r == launch_rank);
+        self.slot.entered.fetch_add(1, Ordering::AcqRel);
         Ticket {
             group: self.group.clone(),
             slot: self.slot.clone(),
@@ -213,6 +214,8 @@ struct Slot {
     common: Part,
     parts: Mutex<Vec<Option<Part>>>,
     arrived: AtomicUsize,
+    /// Tickets made and dropped.
+    entered: AtomicUsize,
     left: AtomicUsize,
 }
 
@@ -290,11 +293,12 @@ impl LocalEngine {
             open_gathers.push(gather.clone());
             gather
         });
+        // Entered before anyone else can see it, or a rank that only serves would close it.
+        let ticket = gather.ticket(global, call);
         drop(open_gathers);
         if is_new {
             launch.notify();
         }
-        let ticket = gather.ticket(global, call);
         ticket.check_call()?;
         Ok(ticket)
     }
@@ -312,6 +316,7 @@ impl LocalEngine {
             common,
             parts: Mutex::new(vec![None; self.group.ranks.len()]),
             arrived: AtomicUsize::new(0),
+            entered: AtomicUsize::new(0),
             left: AtomicUsize::new(0),
         })
     }
@@ -481,8 +486,8 @@ impl Drop for Ticket {
             Some(position) if left == self.group.ranks.len() => {
                 self.group.slots.lock().remove(&position);
             }
-            // Everyone who took part has given up, so nobody else need.
-            None if left == self.slot.arrived.load(Ordering::Acquire) => self.close_gather(),
+            // Everyone who took part has gone, so nobody else need come.
+            None if left == self.slot.entered.load(Ordering::Acquire) => self.close_gather(),
             _ => {}
         }
     }
