@@ -72,7 +72,7 @@ fn bf16_rounds_what_the_model_sees_and_not_the_master_copy() {
             .unwrap();
         let rounded: Vec<f32> = want
             .iter()
-            .map(|x| half::bf16::from_f32(*x).to_f32())
+            .map(|x| burn::tensor::bf16::from_f32(*x).to_f32())
             .collect();
         assert_eq!(seen, rounded);
         assert!(seen != want, "rounding changes something");
