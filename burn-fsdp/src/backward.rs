@@ -7,7 +7,7 @@ use burn::module::{Module, ModuleVisitor, Param};
 use burn::optim::GradientsParams;
 use burn::tensor::Tensor;
 
-use crate::path::PathStack;
+use crate::path::{PathStack, follow_path};
 use crate::state::UnitGradient;
 use crate::unshard::or_panic;
 use crate::{FsdpModule, Result};
@@ -72,13 +72,7 @@ struct AddGradients<'a, M> {
 }
 
 impl<M> ModuleVisitor for AddGradients<'_, M> {
-    fn enter_module(&mut self, name: &str, _container: &str) {
-        self.path.enter(name);
-    }
-
-    fn exit_module(&mut self, _name: &str, _container: &str) {
-        self.path.exit();
-    }
+    follow_path!();
 
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         let Some(index) = self.module.plan().find(&self.path.join()) else {

@@ -5,7 +5,7 @@ use burn::module::{Module, ModuleMapper, Param};
 use burn::tensor::{Bool, Bytes, Int, Tensor, TensorData};
 
 use crate::comm::ProcessGroup;
-use crate::path::PathStack;
+use crate::path::{PathStack, follow_path};
 use crate::plan::ShardingPlan;
 use crate::{FsdpError, Result};
 
@@ -62,13 +62,7 @@ pub(crate) fn broadcast_data(group: &ProcessGroup, own: TensorData) -> Result<Te
 }
 
 impl ModuleMapper for Broadcast<'_> {
-    fn enter_module(&mut self, name: &str, _container: &str) {
-        self.path.enter(name);
-    }
-
-    fn exit_module(&mut self, _name: &str, _container: &str) {
-        self.path.exit();
-    }
+    follow_path!();
 
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
         if !self.plan.is_buffer(&self.path.join()) {

@@ -6,7 +6,7 @@ use burn::tensor::Tensor;
 
 use crate::comm::{Call, host};
 use crate::config::NonFinite;
-use crate::path::PathStack;
+use crate::path::{PathStack, follow_path};
 use crate::plan::ShardingPlan;
 use crate::{FsdpError, FsdpModule, Result};
 
@@ -124,13 +124,7 @@ struct LocalNorm<'a> {
 }
 
 impl ModuleVisitor for LocalNorm<'_> {
-    fn enter_module(&mut self, name: &str, _container: &str) {
-        self.path.enter(name);
-    }
-
-    fn exit_module(&mut self, _name: &str, _container: &str) {
-        self.path.exit();
-    }
+    follow_path!();
 
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         let Some(index) = self.plan.find(&self.path.join()) else {
@@ -164,13 +158,7 @@ struct Scale<'a> {
 }
 
 impl ModuleVisitor for Scale<'_> {
-    fn enter_module(&mut self, name: &str, _container: &str) {
-        self.path.enter(name);
-    }
-
-    fn exit_module(&mut self, _name: &str, _container: &str) {
-        self.path.exit();
-    }
+    follow_path!();
 
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         let index = self.plan.find(&self.path.join());

@@ -13,7 +13,7 @@ use burn::tensor::{Bool, Device, Int, Tensor};
 use crate::comm::CollectiveCounts;
 use crate::memory::MemoryStats;
 use crate::param::{CopyScope, refuse_move};
-use crate::path::PathStack;
+use crate::path::{PathStack, follow_path};
 use crate::plan::ShardingPlan;
 use crate::state::{Event, FsdpState, Phase};
 use crate::{DeviceMesh, FsdpConfig, FsdpError, Result};
@@ -364,13 +364,13 @@ impl<T> ShowShards<'_, T> {
 
 impl<V: ModuleVisitor> ModuleVisitor for ShowShards<'_, V> {
     fn enter_module(&mut self, name: &str, container: &str) {
-        if self.path.enter_outside(name, container) {
+        if self.path.enter(name, container) {
             self.to.enter_module(name, container);
         }
     }
 
     fn exit_module(&mut self, name: &str, container: &str) {
-        if self.path.exit_outside(name, container) {
+        if self.path.exit(name, container) {
             self.to.exit_module(name, container);
         }
     }
@@ -396,13 +396,13 @@ impl<V: ModuleVisitor> ModuleVisitor for ShowShards<'_, V> {
 
 impl<P: ModuleMapper> ModuleMapper for ShowShards<'_, P> {
     fn enter_module(&mut self, name: &str, container: &str) {
-        if self.path.enter_outside(name, container) {
+        if self.path.enter(name, container) {
             self.to.enter_module(name, container);
         }
     }
 
     fn exit_module(&mut self, name: &str, container: &str) {
-        if self.path.exit_outside(name, container) {
+        if self.path.exit(name, container) {
             self.to.exit_module(name, container);
         }
     }
@@ -438,13 +438,7 @@ struct CountFull {
 }
 
 impl ModuleVisitor for CountFull {
-    fn enter_module(&mut self, name: &str, container: &str) {
-        self.path.enter_outside(name, container);
-    }
-
-    fn exit_module(&mut self, name: &str, container: &str) {
-        self.path.exit_outside(name, container);
-    }
+    follow_path!();
 
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         if !self.path.is_inside_shard() {
@@ -460,13 +454,7 @@ struct CollectIds {
 }
 
 impl ModuleVisitor for CollectIds {
-    fn enter_module(&mut self, name: &str, _container: &str) {
-        self.path.enter(name);
-    }
-
-    fn exit_module(&mut self, _name: &str, _container: &str) {
-        self.path.exit();
-    }
+    follow_path!();
 
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         self.ids.insert(self.path.join(), param.id);
@@ -479,13 +467,7 @@ struct SetIds {
 }
 
 impl ModuleMapper for SetIds {
-    fn enter_module(&mut self, name: &str, container: &str) {
-        self.path.enter_outside(name, container);
-    }
-
-    fn exit_module(&mut self, name: &str, container: &str) {
-        self.path.exit_outside(name, container);
-    }
+    follow_path!();
 
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
         match self.ids.get(&self.path.join()) {

@@ -10,32 +10,24 @@ pub(crate) struct PathStack {
 }
 
 impl PathStack {
-    pub(crate) fn enter(&mut self, name: &str) {
-        self.names.push(name.to_string());
-    }
-
-    pub(crate) fn exit(&mut self) {
-        self.names.pop();
-    }
-
-    /// As [`enter`](Self::enter), but a shard keeps the path of its parameter. Whether the step is
-    /// one that the module's author knows of.
-    pub(crate) fn enter_outside(&mut self, name: &str, container: &str) -> bool {
+    /// Goes one step down; a shard keeps the path of its parameter. Whether the step is one that the
+    /// module's author knows of.
+    pub(crate) fn enter(&mut self, name: &str, container: &str) -> bool {
         if is_shard(name, container) {
             self.inside_shard = true;
         } else {
-            self.enter(name);
+            self.names.push(name.to_string());
         }
         !self.inside_shard
     }
 
-    /// The reverse of [`enter_outside`](Self::enter_outside).
-    pub(crate) fn exit_outside(&mut self, name: &str, container: &str) -> bool {
+    /// The reverse of [`enter`](Self::enter).
+    pub(crate) fn exit(&mut self, name: &str, container: &str) -> bool {
         if is_shard(name, container) {
             self.inside_shard = false;
             return false;
         }
-        self.exit();
+        self.names.pop();
         true
     }
 
@@ -48,6 +40,20 @@ impl PathStack {
         self.names.join(".")
     }
 }
+
+/// The steps of a visitor or mapper that only wants to know where it is, in its field `path`.
+macro_rules! follow_path {
+    () => {
+        fn enter_module(&mut self, name: &str, container: &str) {
+            self.path.enter(name, container);
+        }
+
+        fn exit_module(&mut self, name: &str, container: &str) {
+            self.path.exit(name, container);
+        }
+    };
+}
+pub(crate) use follow_path;
 
 fn is_shard(name: &str, container: &str) -> bool {
     name == param::NAME && container == "Reparameterization"

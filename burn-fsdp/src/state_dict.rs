@@ -12,7 +12,7 @@ use burn::tensor::{Bool, DType, Int, Shape, Tensor, TensorData};
 use crate::buffers::broadcast_data;
 use crate::comm::{Call, GatherInput};
 use crate::fully_shard::{lift, scatter};
-use crate::path::PathStack;
+use crate::path::{PathStack, follow_path};
 use crate::plan::MemberIndex;
 use crate::state::FsdpState;
 use crate::{FsdpError, FsdpModule, Placement, Result};
@@ -208,18 +208,6 @@ fn compare<M: Module>(model: &FsdpModule<M>, offered: &BTreeMap<String, String>)
     report
 }
 
-macro_rules! track_path {
-    () => {
-        fn enter_module(&mut self, name: &str, container: &str) {
-            self.path.enter_outside(name, container);
-        }
-
-        fn exit_module(&mut self, name: &str, container: &str) {
-            self.path.exit_outside(name, container);
-        }
-    };
-}
-
 /// The kinds of a model's tensors, as a state dict has them.
 struct CollectKinds<'a> {
     state: &'a FsdpState,
@@ -228,7 +216,7 @@ struct CollectKinds<'a> {
 }
 
 impl ModuleVisitor for CollectKinds<'_> {
-    track_path!();
+    follow_path!();
 
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         if self.path.is_inside_shard() {
@@ -296,7 +284,7 @@ impl GatherFull<'_> {
 }
 
 impl ModuleVisitor for GatherFull<'_> {
-    track_path!();
+    follow_path!();
 
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         if self.path.is_inside_shard() || self.dict.is_err() {
@@ -353,7 +341,7 @@ fn whole(data: TensorData) -> ShardedTensor {
 }
 
 impl ModuleVisitor for CollectShards<'_> {
-    track_path!();
+    follow_path!();
 
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         let Some(index) = self.state.plan.find(&self.path.join()) else {
@@ -441,7 +429,7 @@ impl LoadFull<'_> {
 }
 
 impl ModuleMapper for LoadFull<'_> {
-    track_path!();
+    follow_path!();
 
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
         let path = self.path.join();

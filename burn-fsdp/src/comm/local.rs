@@ -43,10 +43,17 @@ pub(crate) struct Launch {
     failed: AtomicBool,
     returned: Vec<AtomicBool>,
     last_calls: Vec<Mutex<Option<Call>>>,
-    sources: Vec<Mutex<Vec<Weak<dyn GatherSource>>>>,
+    sources: Vec<Mutex<Sources>>,
     open_gathers: Mutex<Vec<OpenGather>>,
     sleepers: Mutex<Sleepers>,
     changed: Condvar,
+}
+
+/// The modules of one rank.
+#[derive(Default)]
+struct Sources {
+    registered: u64,
+    alive: HashMap<u64, Weak<dyn GatherSource>>,
 }
 
 /// Who sleeps, and since when. If all do and nothing has changed since, nothing ever will.
@@ -137,7 +144,7 @@ impl Launch {
         let mut served = false;
         for gather in open {
             let sources = self.sources[rank].lock();
-            let source = sources.get(gather.key.module as usize);
+            let source = sources.alive.get(&gather.key.module);
             let source = source.and_then(Weak::upgrade);
             drop(sources);
             let inputs =
@@ -578,8 +585,11 @@ impl Engine for LocalEngine {
 
     fn register(&self, module: Weak<dyn GatherSource>) -> u64 {
         let mut sources = self.group.launch.sources[self.group.ranks[self.rank]].lock();
-        sources.push(module);
-        sources.len() as u64 - 1
+        sources.alive.retain(|_, module| module.strong_count() > 0);
+        let number = sources.registered;
+        sources.registered += 1;
+        sources.alive.insert(number, module);
+        number
     }
 
     fn all_gather(
