@@ -8,7 +8,7 @@ use burn::optim::GradientsParams;
 use burn::tensor::Tensor;
 
 use crate::path::{PathStack, follow_path};
-use crate::state::UnitGradient;
+use crate::schedule::UnitGradient;
 use crate::unshard::or_panic;
 use crate::{FsdpModule, Result};
 

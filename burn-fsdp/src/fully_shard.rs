@@ -6,6 +6,7 @@ use std::sync::Arc;
 use burn::module::{Module, Param, Reparameterizer};
 use burn::tensor::{DType, Device, Shape, Tensor};
 
+use crate::board::{AfterForward, Context, MemberSpec, UnitSpec};
 use crate::buffers::broadcast_buffers;
 use crate::comm::{Call, ProcessGroup, host};
 use crate::config::{OffloadPolicy, ReshardAfterForward};
@@ -15,7 +16,6 @@ use crate::param::ShardedParam;
 use crate::placement::{Placement, ShardLayout};
 use crate::plan::{MemberIndex, ParamPlan, ROOT, ShardingPlan, placeholder_value};
 use crate::state::FsdpState;
-use crate::unit::{AfterForward, Context, MemberSpec, UnitSpec};
 use crate::unshard::MemberHandle;
 use crate::{FsdpConfig, FsdpError, Result};
 

@@ -58,6 +58,7 @@
 #![deny(missing_docs)]
 
 mod backward;
+mod board;
 mod buffers;
 mod comm;
 mod config;
@@ -70,9 +71,12 @@ mod mesh;
 mod module;
 mod order;
 mod param;
+mod pass;
 mod path;
 mod placement;
 mod plan;
+mod ranked;
+mod schedule;
 mod state;
 mod state_dict;
 mod unit;
@@ -92,7 +96,7 @@ pub use mesh::DeviceMesh;
 pub use module::{FsdpModule, NoSyncGuard};
 pub use placement::Placement;
 pub use plan::{ParamPlan, ShardingPlan, UnitPlan};
-pub use state::Event;
+pub use schedule::Event;
 pub use state_dict::{
     LoadMode, LoadReport, ShardedStateDict, ShardedTensor, StateDict, StateDictTarget,
 };

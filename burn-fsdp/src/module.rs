@@ -15,7 +15,8 @@ use crate::memory::MemoryStats;
 use crate::param::{CopyScope, refuse_move};
 use crate::path::{PathStack, follow_path};
 use crate::plan::ShardingPlan;
-use crate::state::{Event, FsdpState, Phase};
+use crate::schedule::{Event, Phase};
+use crate::state::FsdpState;
 use crate::{DeviceMesh, FsdpConfig, FsdpError, Result};
 
 /// A module of which each rank keeps its shard. Made by

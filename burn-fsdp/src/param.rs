@@ -5,21 +5,17 @@
 //! what it expects, and code that computes with it by mistake sees NaN at once. The shard is a
 //! nested `Param` with the original id.
 
-use std::any::Any;
 use std::cell::RefCell;
 use std::sync::Arc;
 
-use burn::module::{
-    Devices, Module, ModuleMapper, ModuleVisitor, Param, ParamId, Reparameterization,
-};
+use burn::module::{Devices, Module, ModuleMapper, ModuleVisitor, Param, Reparameterization};
 use burn::tensor::{Device, Tensor};
 
+use crate::board::Shard;
+use crate::path::SHARD_NAME;
+use crate::ranked::RankedParam;
 use crate::state::FsdpState;
-use crate::unit::Shard;
 use crate::unshard::{MemberHandle, unshard};
-
-/// The name under which visitors enter a sharded parameter.
-pub(crate) const NAME: &str = "fsdp";
 
 #[derive(Debug)]
 pub(crate) struct ShardedParam {
@@ -155,7 +151,7 @@ impl Module for ShardedParam {
 }
 
 impl Reparameterization for ShardedParam {
-    const NAME: &'static str = NAME;
+    const NAME: &'static str = SHARD_NAME;
 
     fn apply<const D: usize>(&self, _placeholder: Tensor<D>) -> Tensor<D> {
         unshard(self.shard.value::<D>(), self.handle.clone())
@@ -198,99 +194,5 @@ impl CopyScope {
 impl Drop for CopyScope {
     fn drop(&mut self) {
         COPYING.set(None);
-    }
-}
-
-macro_rules! ranked_param {
-    ($($variant:ident = $rank:literal),+) => {
-        /// A `Param` of any rank.
-        #[derive(Clone, Debug)]
-        pub(crate) enum RankedParam {
-            $($variant(Param<Tensor<$rank>>)),+
-        }
-
-        impl RankedParam {
-            fn new<const D: usize>(param: Param<Tensor<D>>) -> Self {
-                let param: Box<dyn Any> = Box::new(param);
-                match D {
-                    $($rank => Self::$variant(
-                        *param.downcast().expect("D is the rank of the parameter"),
-                    ),)+
-                    rank => panic!("Burn has no parameters of rank {rank}"),
-                }
-            }
-
-            fn value<const D: usize>(&self) -> Tensor<D> {
-                let value: Box<dyn Any> = match self {
-                    $(Self::$variant(param) => Box::new(param.val())),+
-                };
-                *value.downcast().expect("a parameter keeps its rank")
-            }
-        }
-    };
-}
-
-ranked_param!(
-    R0 = 0,
-    R1 = 1,
-    R2 = 2,
-    R3 = 3,
-    R4 = 4,
-    R5 = 5,
-    R6 = 6,
-    R7 = 7,
-    R8 = 8
-);
-
-/// Evaluates an expression for the parameter inside, whatever its rank.
-macro_rules! with_param {
-    ($ranked:expr, $param:ident => $body:expr) => {
-        match $ranked {
-            RankedParam::R0($param) => $body,
-            RankedParam::R1($param) => $body,
-            RankedParam::R2($param) => $body,
-            RankedParam::R3($param) => $body,
-            RankedParam::R4($param) => $body,
-            RankedParam::R5($param) => $body,
-            RankedParam::R6($param) => $body,
-            RankedParam::R7($param) => $body,
-            RankedParam::R8($param) => $body,
-        }
-    };
-}
-
-impl RankedParam {
-    fn id(&self) -> ParamId {
-        with_param!(self, param => param.id)
-    }
-
-    /// The value without autodiff, flat, and whether it is trained.
-    fn flat(&self) -> (Tensor<1>, bool) {
-        with_param!(self, param => {
-            let value = param.val();
-            let trainable = value.is_require_grad();
-            let len = value.shape().num_elements();
-            (value.inner().reshape([len]), trainable)
-        })
-    }
-
-    fn collect_devices(&self, devices: Devices) -> Devices {
-        with_param!(self, param => param.collect_devices(devices))
-    }
-
-    fn valid(&self) -> Self {
-        with_param!(self, param => Self::new(param.valid()))
-    }
-
-    fn train(self) -> Self {
-        with_param!(self, param => Self::new(Module::train(param)))
-    }
-
-    fn visit<V: ModuleVisitor>(&self, visitor: &mut V) {
-        with_param!(self, param => Module::visit(param, visitor))
-    }
-
-    fn map<M: ModuleMapper>(self, mapper: &mut M) -> Self {
-        with_param!(self, param => Self::new(Module::map(param, mapper)))
     }
 }

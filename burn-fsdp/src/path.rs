@@ -1,6 +1,7 @@
 //! The path of a parameter while a module is traversed.
 
-use crate::param;
+/// The name under which visitors enter the shard behind a placeholder.
+pub(crate) const SHARD_NAME: &str = "fsdp";
 
 /// Where a traversal is, in the module as its author sees it.
 #[derive(Debug, Default)]
@@ -56,5 +57,5 @@ macro_rules! follow_path {
 pub(crate) use follow_path;
 
 fn is_shard(name: &str, container: &str) -> bool {
-    name == param::NAME && container == "Reparameterization"
+    name == SHARD_NAME && container == "Reparameterization"
 }

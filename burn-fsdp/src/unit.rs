@@ -2,67 +2,23 @@
 //! reduced together by one reduce-scatter.
 //!
 //! A unit does what it is told; when it is told what is the business of
-//! [`FsdpState`](crate::state::FsdpState).
+//! [`Schedule`](crate::schedule::Schedule).
 
 use std::sync::Arc;
 
 use burn::backend::autodiff::NodeId;
-use burn::tensor::{DType, Device, Tensor};
+use burn::tensor::{DType, Tensor};
 use parking_lot::Mutex;
 
+use crate::board::{AfterForward, Context, Shard, ShardBoard, UnitSpec};
 use crate::comm::host;
 use crate::comm::{
     Call, Counters, GatherInput, GatherKey, GatherWork, ProcessGroup, ReduceInput, Reduction,
 };
-use crate::memory::{MemoryCounter, MemoryGuard};
-use crate::mesh::DeviceMesh;
+use crate::memory::MemoryGuard;
+use crate::pass::{MemberUse, Pass};
 use crate::placement::{Placement, ShardLayout};
-use crate::{FsdpError, GradientAverage, Result};
-
-/// What the units of one module have in common.
-#[derive(Debug)]
-pub(crate) struct Context {
-    pub(crate) mesh: DeviceMesh,
-    pub(crate) average: GradientAverage,
-    /// Where unsharded parameters live.
-    pub(crate) compute_device: Device,
-    /// Where shards and their gradients live.
-    pub(crate) shard_device: Device,
-    pub(crate) memory: Arc<MemoryCounter>,
-    pub(crate) counters: Counters,
-}
-
-/// What happens to the unsharded parameters when the forward moves on.
-#[derive(Clone, Debug)]
-pub(crate) enum AfterForward {
-    Free,
-    Keep,
-    /// Reshard over this subgroup of the shard ranks.
-    Regroup(ProcessGroup),
-}
-
-/// What never changes about a unit.
-#[derive(Debug)]
-pub(crate) struct UnitSpec {
-    pub(crate) name: Arc<str>,
-    pub(crate) members: Vec<MemberSpec>,
-    pub(crate) after_forward: AfterForward,
-    pub(crate) param_dtype: Option<DType>,
-    pub(crate) reduce_dtype: Option<DType>,
-}
-
-#[derive(Debug)]
-pub(crate) struct MemberSpec {
-    pub(crate) path: String,
-    pub(crate) layout: ShardLayout,
-}
-
-/// A member's shard as the parameter holds it now, without autodiff.
-#[derive(Debug)]
-pub(crate) struct Shard {
-    pub(crate) flat: Tensor<1>,
-    pub(crate) trainable: bool,
-}
+use crate::{GradientAverage, Result};
 
 #[derive(Debug, Default)]
 enum Unsharded {
@@ -79,45 +35,6 @@ struct Regrouped {
     _counted: MemoryGuard,
 }
 
-/// One forward's use of a unit by tracked parameters, and what backward has returned of it.
-///
-/// Every hand-out of a tracked parameter brings one gradient back, if the loss depends on it.
-#[derive(Debug)]
-pub(crate) struct Pass {
-    pub(crate) id: u64,
-    pub(crate) members: Vec<MemberUse>,
-    outstanding: usize,
-    arrived: usize,
-}
-
-#[derive(Clone, Debug, Default)]
-pub(crate) struct MemberUse {
-    pub(crate) handed_out: u32,
-    /// The module call during which it was handed out last.
-    pub(crate) last_call: u64,
-    node: Option<NodeId>,
-    gradient: Option<Tensor<1>>,
-}
-
-impl Pass {
-    pub(crate) fn new(id: u64, members: usize) -> Self {
-        Self {
-            id,
-            members: vec![MemberUse::default(); members],
-            outstanding: 0,
-            arrived: 0,
-        }
-    }
-
-    fn hand_out(&mut self, member: usize, node: NodeId, call: u64) {
-        let member = &mut self.members[member];
-        member.handed_out += 1;
-        member.last_call = call;
-        member.node = Some(node);
-        self.outstanding += 1;
-    }
-}
-
 /// A reduced gradient of a member.
 #[derive(Debug)]
 pub(crate) struct Reduced {
@@ -126,46 +43,6 @@ pub(crate) struct Reduced {
     pub(crate) node: Option<NodeId>,
     /// Flat, of the stored shard's length.
     pub(crate) gradient: Tensor<1>,
-}
-
-/// A unit's shards. They have a lock of their own, for other ranks to gather from while this one
-/// waits.
-#[derive(Debug)]
-pub(crate) struct ShardBoard {
-    shards: Vec<Option<Shard>>,
-    /// How often a shard has been replaced; equal on all ranks.
-    generation: u64,
-}
-
-impl ShardBoard {
-    pub(crate) fn generation(&self) -> u64 {
-        self.generation
-    }
-
-    fn get(&self, spec: &UnitSpec, member: usize) -> Result<&Shard> {
-        self.shards[member].as_ref().ok_or_else(|| {
-            let path = &spec.members[member].path;
-            FsdpError::argument(format!("parameter \"{path}\" is being updated"))
-        })
-    }
-
-    pub(crate) fn gather_inputs(
-        &self,
-        spec: &UnitSpec,
-        context: &Context,
-    ) -> Result<Vec<GatherInput>> {
-        let members = spec.members.iter().enumerate();
-        members
-            .map(|(i, member)| {
-                let shard = self.get(spec, i)?;
-                Ok(GatherInput {
-                    layout: member.layout.clone(),
-                    dtype: spec.param_dtype.unwrap_or(shard.flat.dtype()),
-                    shard: shard.flat.clone().to_device(&context.compute_device),
-                })
-            })
-            .collect()
-    }
 }
 
 #[derive(Debug)]

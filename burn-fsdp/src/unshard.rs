@@ -37,7 +37,8 @@ use burn::backend::{
 };
 use burn::tensor::{Shape, Tensor};
 
-use crate::state::{FsdpState, Phase};
+use crate::schedule::Phase;
+use crate::state::FsdpState;
 use crate::{FsdpError, Result, order};
 
 /// Unshards a parameter. All ranks must call this for the same units, in the same order.

@@ -9,7 +9,8 @@ use std::time::Duration;
 use parking_lot::Mutex;
 
 use super::ProcessGroup;
-use super::local::Launch;
+use super::local::LocalEngine;
+use super::rendezvous::Launch;
 use crate::{FsdpError, Result};
 
 /// Runs `f` on `world_size` ranks that are threads of this process, with default settings.
@@ -106,8 +107,7 @@ impl LaunchConfig {
             result.ok()
         };
         let values: Vec<Option<T>> = std::thread::scope(|scope| {
-            let threads: Vec<_> = launch
-                .engines()
+            let threads: Vec<_> = LocalEngine::all(&launch)
                 .into_iter()
                 .enumerate()
                 .map(|(rank, engine)| {

@@ -4,506 +4,22 @@
 //! the way, straight into the unsharded tensors, which all ranks then read. In a reduction each
 //! rank shows its gradient and then adds up its own part of everyone's, in rank order, so that
 //! results are bit-equal from run to run.
-//!
-//! # Note: gathers of units that a rank does not use
-//!
-//! Gathers of units are matched by unit, not by position. A rank that waits, for whatever it may
-//! be, first looks for gathers that lack its part and adds it. So a rank may skip a unit that
-//! others use: they get its shards when it next waits for them, at the latest before backward.
 
-use std::any::Any;
-use std::collections::{BTreeMap, HashMap};
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, OnceLock, Weak};
-use std::time::{Duration, Instant};
+use std::collections::BTreeMap;
+use std::sync::{Arc, Weak};
 
 use burn::tensor::{Bytes, DType, Tensor};
-use parking_lot::{Condvar, Mutex};
 
-use super::buffer::{BufferPool, FilledBuffer, SharedBuffer};
+use super::buffer::FilledBuffer;
+use super::gather::{Buffers, cast_whole, full_bytes, write_shards};
 use super::host::{self, HostTensor, with_float};
+use super::rendezvous::{Group, Launch, Part, Seat, Ticket};
 use super::{
     Call, Engine, GatherInput, GatherKey, GatherSource, GatherWork, ReduceInput, Reduction,
 };
 use crate::memory::{MemoryCounter, MemoryGuard};
 use crate::placement::ShardLayout;
 use crate::{FsdpError, Result};
-
-/// How often a waiting rank looks before it sleeps. Ranks mostly arrive within microseconds; where
-/// there are more of them than cores, one that waits must soon make way.
-const SPINS: usize = 64;
-const YIELDS: usize = 64;
-/// How often a sleeping rank looks whether a peer has gone.
-const NAP: Duration = Duration::from_millis(100);
-
-/// What all groups of one launch share. Ranks are by their number in the launch.
-pub(crate) struct Launch {
-    timeout: Duration,
-    failure: OnceLock<FsdpError>,
-    failed: AtomicBool,
-    returned: Vec<AtomicBool>,
-    last_calls: Vec<Mutex<Option<Call>>>,
-    sources: Vec<Mutex<Sources>>,
-    open_gathers: Mutex<Vec<OpenGather>>,
-    sleepers: Mutex<Sleepers>,
-    changed: Condvar,
-}
-
-/// The modules of one rank.
-#[derive(Default)]
-struct Sources {
-    registered: u64,
-    alive: HashMap<u64, Weak<dyn GatherSource>>,
-}
-
-/// Who sleeps, and since when. If all do and nothing has changed since, nothing ever will.
-#[derive(Debug)]
-struct Sleepers {
-    epoch: u64,
-    asleep_since: Vec<Option<u64>>,
-}
-
-impl std::fmt::Debug for Launch {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Launch")
-            .field("world_size", &self.returned.len())
-            .field("failure", &self.failure)
-            .finish_non_exhaustive()
-    }
-}
-
-impl Launch {
-    pub(crate) fn new(world_size: usize, timeout: Duration) -> Arc<Self> {
-        Arc::new(Self {
-            timeout,
-            failure: OnceLock::new(),
-            failed: AtomicBool::new(false),
-            returned: (0..world_size).map(|_| AtomicBool::new(false)).collect(),
-            last_calls: (0..world_size).map(|_| Mutex::new(None)).collect(),
-            sources: (0..world_size).map(|_| Mutex::default()).collect(),
-            open_gathers: Mutex::default(),
-            sleepers: Mutex::new(Sleepers {
-                epoch: 0,
-                asleep_since: vec![None; world_size],
-            }),
-            changed: Condvar::new(),
-        })
-    }
-
-    /// The engines of all ranks, in rank order.
-    pub(crate) fn engines(self: &Arc<Self>) -> Vec<Arc<dyn Engine>> {
-        let ranks: Vec<usize> = (0..self.returned.len()).collect();
-        let group = Group::new(self.clone(), ranks.clone());
-        ranks
-            .into_iter()
-            .map(|rank| Arc::new(LocalEngine::new(group.clone(), rank)) as Arc<dyn Engine>)
-            .collect()
-    }
-
-    /// Records the first failure; whether this was it.
-    pub(crate) fn fail(&self, cause: FsdpError) -> bool {
-        let first = self.failure.set(cause).is_ok();
-        self.failed.store(true, Ordering::Release);
-        self.notify();
-        first
-    }
-
-    pub(crate) fn failure(&self) -> Option<&FsdpError> {
-        self.failure.get()
-    }
-
-    pub(crate) fn rank_returned(&self, rank: usize) {
-        self.returned[rank].store(true, Ordering::Release);
-        self.notify();
-    }
-
-    fn check(&self) -> Result<()> {
-        if self.failed.load(Ordering::Acquire)
-            && let Some(cause) = self.failure()
-        {
-            return Err(cause.clone());
-        }
-        Ok(())
-    }
-
-    fn notify(&self) {
-        self.sleepers.lock().epoch += 1;
-        self.changed.notify_all();
-    }
-
-    /// Adds `rank`'s part to the gathers that lack it; whether there were any.
-    fn serve(&self, rank: usize) -> Result<bool> {
-        let lacking = |gather: &&OpenGather| gather.lacks(rank);
-        let open: Vec<_> = self
-            .open_gathers
-            .lock()
-            .iter()
-            .filter(lacking)
-            .cloned()
-            .collect();
-        let mut served = false;
-        for gather in open {
-            let sources = self.sources[rank].lock();
-            let source = sources.alive.get(&gather.key.module);
-            let source = source.and_then(Weak::upgrade);
-            drop(sources);
-            let inputs =
-                source.and_then(|s| s.gather_inputs(gather.key.unit, gather.key.generation));
-            let Some(inputs) = inputs else { continue };
-            let ticket = gather.ticket(rank, gather.slot.first.1.clone());
-            write_shards(&ticket.common(), &inputs, ticket.rank)?;
-            ticket.arrive(Arc::new(()));
-            served = true;
-        }
-        Ok(served)
-    }
-
-    /// Whether every rank sleeps, `rank` being about to, and nothing has changed since.
-    fn is_deadlocked(&self, sleepers: &mut Sleepers, rank: usize) -> bool {
-        let now = Some(sleepers.epoch);
-        sleepers.asleep_since[rank] = now;
-        let returned = self.returned.iter().map(|r| r.load(Ordering::Acquire));
-        let mut ranks = sleepers.asleep_since.iter().zip(returned);
-        ranks.all(|(since, returned)| returned || *since == now)
-    }
-
-    fn last_calls(&self) -> Vec<String> {
-        let text = |call: &Option<Call>| call.as_ref().map_or("nothing".into(), Call::to_string);
-        self.last_calls.iter().map(|c| text(&c.lock())).collect()
-    }
-}
-
-type Part = Arc<dyn Any + Send + Sync>;
-
-/// A set of ranks and the collectives between them that are under way.
-#[derive(Debug)]
-struct Group {
-    launch: Arc<Launch>,
-    /// The members, by their rank in the launch.
-    ranks: Vec<usize>,
-    slots: Mutex<HashMap<u64, Arc<Slot>>>,
-    pool: Arc<BufferPool>,
-}
-
-/// A gather of a unit that some rank has not added its part to.
-#[derive(Clone, Debug)]
-struct OpenGather {
-    group: Arc<Group>,
-    key: GatherKey,
-    slot: Arc<Slot>,
-}
-
-impl OpenGather {
-    fn lacks(&self, launch_rank: usize) -> bool {
-        let rank = self.group.ranks.iter().position(|&r| r == launch_rank);
-        rank.is_some_and(|rank| self.slot.parts.lock()[rank].is_none())
-    }
-
-    /// The place of a member of the group, which calls it `call`.
-    fn ticket(&self, launch_rank: usize, call: Call) -> Ticket {
-        let rank = self.group.ranks.iter().position(|&r| r == launch_rank);
-        self.slot.entered.fetch_add(1, Ordering::AcqRel);
-        Ticket {
-            group: self.group.clone(),
-            slot: self.slot.clone(),
-            position: None,
-            rank: rank.expect("the rank is a member"),
-            call,
-        }
-    }
-}
-
-/// One collective under way.
-#[derive(Debug)]
-struct Slot {
-    first: (usize, Call),
-    /// What the first rank made for all.
-    common: Part,
-    parts: Mutex<Vec<Option<Part>>>,
-    arrived: AtomicUsize,
-    /// Tickets made and dropped.
-    entered: AtomicUsize,
-    left: AtomicUsize,
-}
-
-impl Group {
-    fn new(launch: Arc<Launch>, ranks: Vec<usize>) -> Arc<Self> {
-        Arc::new(Self {
-            launch,
-            ranks,
-            slots: Default::default(),
-            pool: Default::default(),
-        })
-    }
-}
-
-#[derive(Debug)]
-struct LocalEngine {
-    group: Arc<Group>,
-    rank: usize,
-    next: AtomicU64,
-}
-
-impl LocalEngine {
-    fn new(group: Arc<Group>, rank: usize) -> Self {
-        Self {
-            group,
-            rank,
-            next: AtomicU64::new(0),
-        }
-    }
-
-    /// Takes this rank's place in the group's next collective.
-    fn enter(&self, call: Call, common: impl FnOnce() -> Part) -> Result<Ticket> {
-        self.begin(&call)?;
-        let position = self.next.fetch_add(1, Ordering::Relaxed);
-        let slot = self
-            .group
-            .slots
-            .lock()
-            .entry(position)
-            .or_insert_with(|| self.new_slot(&call, common()))
-            .clone();
-        let ticket = Ticket {
-            group: self.group.clone(),
-            slot,
-            position: Some(position),
-            rank: self.rank,
-            call,
-        };
-        ticket.check_call()?;
-        Ok(ticket)
-    }
-
-    /// Takes this rank's place in the open gather of this key, or opens one.
-    fn enter_gather(
-        &self,
-        call: Call,
-        key: GatherKey,
-        common: impl FnOnce() -> Part,
-    ) -> Result<Ticket> {
-        self.begin(&call)?;
-        let launch = &self.group.launch;
-        let global = self.group.ranks[self.rank];
-        let mut open_gathers = launch.open_gathers.lock();
-        let mine = |gather: &&OpenGather| {
-            Arc::ptr_eq(&gather.group, &self.group) && gather.key == key && gather.lacks(global)
-        };
-        let found = open_gathers.iter().find(mine).cloned();
-        let is_new = found.is_none();
-        let gather = found.unwrap_or_else(|| {
-            let gather = OpenGather {
-                group: self.group.clone(),
-                key,
-                slot: self.new_slot(&call, common()),
-            };
-            open_gathers.push(gather.clone());
-            gather
-        });
-        // Entered before anyone else can see it, or a rank that only serves would close it.
-        let ticket = gather.ticket(global, call);
-        drop(open_gathers);
-        if is_new {
-            launch.notify();
-        }
-        ticket.check_call()?;
-        Ok(ticket)
-    }
-
-    fn begin(&self, call: &Call) -> Result<()> {
-        let launch = &self.group.launch;
-        launch.check()?;
-        *launch.last_calls[self.group.ranks[self.rank]].lock() = Some(call.clone());
-        Ok(())
-    }
-
-    fn new_slot(&self, call: &Call, common: Part) -> Arc<Slot> {
-        Arc::new(Slot {
-            first: (self.group.ranks[self.rank], call.clone()),
-            common,
-            parts: Mutex::new(vec![None; self.group.ranks.len()]),
-            arrived: AtomicUsize::new(0),
-            entered: AtomicUsize::new(0),
-            left: AtomicUsize::new(0),
-        })
-    }
-
-    /// Shows `part` to all ranks and returns everyone's.
-    fn rendezvous<T: Send + Sync + 'static>(&self, call: Call, part: T) -> Result<Vec<Arc<T>>> {
-        let ticket = self.enter(call, || Arc::new(()))?;
-        ticket.arrive(Arc::new(part));
-        ticket.wait_for_parts()
-    }
-}
-
-/// A rank's place in one collective.
-#[derive(Debug)]
-struct Ticket {
-    group: Arc<Group>,
-    slot: Arc<Slot>,
-    /// Its position in the group; a gather of a unit has none.
-    position: Option<u64>,
-    rank: usize,
-    call: Call,
-}
-
-impl Ticket {
-    fn common<T: Send + Sync + 'static>(&self) -> Arc<T> {
-        downcast(self.slot.common.clone())
-    }
-
-    fn check_call(&self) -> Result<()> {
-        let (first_rank, first_call) = &self.slot.first;
-        if *first_call == self.call {
-            return Ok(());
-        }
-        Err(self.fail(FsdpError::CollectiveMismatch {
-            rank_a: *first_rank,
-            call_a: first_call.to_string(),
-            rank_b: self.launch_rank(),
-            call_b: self.call.to_string(),
-        }))
-    }
-
-    fn launch_rank(&self) -> usize {
-        self.group.ranks[self.rank]
-    }
-
-    fn arrive(&self, part: Part) {
-        self.slot.parts.lock()[self.rank] = Some(part);
-        let arrived = self.slot.arrived.fetch_add(1, Ordering::AcqRel) + 1;
-        if arrived == self.group.ranks.len() {
-            if self.position.is_none() {
-                self.close_gather();
-            }
-            self.group.launch.notify();
-        }
-    }
-
-    fn close_gather(&self) {
-        let mut open = self.group.launch.open_gathers.lock();
-        open.retain(|gather| !Arc::ptr_eq(&gather.slot, &self.slot));
-    }
-
-    fn all_arrived(&self) -> bool {
-        self.slot.arrived.load(Ordering::Acquire) == self.group.ranks.len()
-    }
-
-    /// Blocks until all ranks have arrived.
-    fn wait(&self) -> Result<()> {
-        let launch = &self.group.launch;
-        for look in 0..SPINS + YIELDS {
-            if self.all_arrived() {
-                return Ok(());
-            }
-            if look < SPINS {
-                std::hint::spin_loop();
-            } else {
-                std::thread::yield_now();
-            }
-        }
-        let start = Instant::now();
-        loop {
-            // What changes from here on is seen by its epoch.
-            let epoch = launch.sleepers.lock().epoch;
-            if self.all_arrived() {
-                return Ok(());
-            }
-            launch.check()?;
-            if launch.serve(self.launch_rank())? {
-                continue;
-            }
-            if let Some(error) = self.hopeless(start) {
-                return Err(self.fail(error));
-            }
-            let mut sleepers = launch.sleepers.lock();
-            if sleepers.epoch != epoch {
-                continue;
-            }
-            if launch.is_deadlocked(&mut sleepers, self.launch_rank()) {
-                drop(sleepers);
-                return Err(self.fail(self.deadlock()));
-            }
-            launch
-                .changed
-                .wait_for(&mut sleepers, NAP.min(launch.timeout));
-            sleepers.asleep_since[self.launch_rank()] = None;
-        }
-    }
-
-    /// Why it makes no sense to wait any longer, if so.
-    fn hopeless(&self, since: Instant) -> Option<FsdpError> {
-        let launch = &self.group.launch;
-        let missing = self.missing();
-        let gone = |rank: &&usize| launch.returned[**rank].load(Ordering::Acquire);
-        if let Some(&gone) = missing.iter().find(gone) {
-            return Some(FsdpError::RankReturned {
-                rank: self.launch_rank(),
-                call: self.call.to_string(),
-                gone,
-            });
-        }
-        (since.elapsed() >= launch.timeout).then(|| FsdpError::Timeout {
-            rank: self.launch_rank(),
-            call: self.call.to_string(),
-            after: launch.timeout,
-            missing,
-            last_calls: launch.last_calls(),
-        })
-    }
-
-    /// All ranks wait for each other: the mismatch of this one with the first it waits for.
-    fn deadlock(&self) -> FsdpError {
-        let other = self.missing().first().copied().unwrap_or_default();
-        FsdpError::CollectiveMismatch {
-            rank_a: other,
-            call_a: self.group.launch.last_calls()[other].clone(),
-            rank_b: self.launch_rank(),
-            call_b: self.call.to_string(),
-        }
-    }
-
-    fn wait_for_parts<T: Send + Sync + 'static>(&self) -> Result<Vec<Arc<T>>> {
-        self.wait()?;
-        let parts = self.slot.parts.lock();
-        let part = |part: &Option<Part>| downcast(part.clone().expect("all ranks have arrived"));
-        Ok(parts.iter().map(part).collect())
-    }
-
-    fn missing(&self) -> Vec<usize> {
-        let parts = self.slot.parts.lock();
-        let absent = parts.iter().zip(&self.group.ranks);
-        absent
-            .filter_map(|(part, &rank)| part.is_none().then_some(rank))
-            .collect()
-    }
-
-    /// Fails the group; what it failed with first, which may be another's cause.
-    fn fail(&self, cause: FsdpError) -> FsdpError {
-        let launch = &self.group.launch;
-        launch.fail(cause);
-        launch.failure().expect("the group has just failed").clone()
-    }
-}
-
-impl Drop for Ticket {
-    fn drop(&mut self) {
-        let left = self.slot.left.fetch_add(1, Ordering::AcqRel) + 1;
-        match self.position {
-            Some(position) if left == self.group.ranks.len() => {
-                self.group.slots.lock().remove(&position);
-            }
-            // Everyone who took part has gone, so nobody else need come.
-            None if left == self.slot.entered.load(Ordering::Acquire) => self.close_gather(),
-            _ => {}
-        }
-    }
-}
-
-fn downcast<T: Send + Sync + 'static>(part: Part) -> Arc<T> {
-    part.downcast()
-        .expect("equal calls exchange values of equal type")
-}
 
 /// A tensor of an all-gather under way.
 #[derive(Debug)]
@@ -517,30 +33,6 @@ enum Gathering {
         dtype: DType,
         counted: MemoryGuard,
     },
-}
-
-/// The buffers of a gather: one for each tensor that is split.
-type Buffers = Vec<Arc<SharedBuffer>>;
-
-fn full_bytes(input: &GatherInput) -> usize {
-    input.layout.full_len() * input.dtype.size()
-}
-
-/// Writes `rank`'s shards, cast, into their places in the full tensors. Once a gather only.
-fn write_shards(buffers: &Buffers, inputs: &[GatherInput], rank: usize) -> Result<()> {
-    let split = inputs.iter().filter(|input| !input.layout.is_whole());
-    for (buffer, input) in buffers.iter().zip(split) {
-        let shard = host::host(&input.shard)?;
-        let element = input.dtype.size();
-        for span in input.layout.spans(rank) {
-            let bytes = span.full * element..(span.full + span.len) * element;
-            // SAFETY: spans of one rank are disjoint, those of different ranks too, and nobody
-            // reads before all ranks have arrived.
-            let target = unsafe { buffer.slice_mut(bytes) };
-            host::copy_cast(&shard, span.shard, target, input.dtype);
-        }
-    }
-    Ok(())
 }
 
 #[derive(Debug)]
@@ -570,26 +62,34 @@ impl GatherWork for LocalGather {
     }
 }
 
+/// The engine of one rank.
+#[derive(Debug)]
+pub(crate) struct LocalEngine(Seat);
+
+impl LocalEngine {
+    /// The engines of all ranks of a launch, in rank order.
+    pub(crate) fn all(launch: &Arc<Launch>) -> Vec<Arc<dyn Engine>> {
+        let engine = |seat| Arc::new(Self(seat)) as Arc<dyn Engine>;
+        launch.seats().into_iter().map(engine).collect()
+    }
+}
+
 impl Engine for LocalEngine {
     fn rank(&self) -> usize {
-        self.rank
+        self.0.rank
     }
 
     fn world_size(&self) -> usize {
-        self.group.ranks.len()
+        self.0.group.ranks.len()
     }
 
     fn exchange(&self, call: Call, message: Vec<u8>) -> Result<Vec<Arc<Vec<u8>>>> {
-        self.rendezvous(call, message)
+        self.0.rendezvous(call, message)
     }
 
     fn register(&self, module: Weak<dyn GatherSource>) -> u64 {
-        let mut sources = self.group.launch.sources[self.group.ranks[self.rank]].lock();
-        sources.alive.retain(|_, module| module.strong_count() > 0);
-        let number = sources.registered;
-        sources.registered += 1;
-        sources.alive.insert(number, module);
-        number
+        let group = &self.0.group;
+        group.launch.register(group.ranks[self.0.rank], module)
     }
 
     fn all_gather(
@@ -601,15 +101,15 @@ impl Engine for LocalEngine {
     ) -> Result<Box<dyn GatherWork>> {
         let make_buffers = || -> Part {
             let split = inputs.iter().filter(|input| !input.layout.is_whole());
-            let buffer = |input| Arc::new(self.group.pool.take(full_bytes(input)));
+            let buffer = |input| Arc::new(self.0.group.pool.take(full_bytes(input)));
             Arc::new(split.map(buffer).collect::<Buffers>())
         };
         let ticket = match key {
-            Some(key) => self.enter_gather(call, key, make_buffers)?,
-            None => self.enter(call, make_buffers)?,
+            Some(key) => self.0.enter_gather(call, key, make_buffers)?,
+            None => self.0.enter(call, make_buffers)?,
         };
         let buffers = ticket.common::<Buffers>();
-        write_shards(&buffers, &inputs, self.rank)?;
+        write_shards(&buffers, &inputs, self.0.rank)?;
         let mut tensors = Vec::with_capacity(inputs.len());
         let mut next_buffer = 0..;
         for input in inputs {
@@ -643,12 +143,12 @@ impl Engine for LocalEngine {
             .iter()
             .map(|input| contribution(input).transpose())
             .collect::<Result<Vec<_>>>()?;
-        let all: Vec<Arc<Vec<Option<HostTensor>>>> = self.rendezvous(call, own)?;
+        let all: Vec<Arc<Vec<Option<HostTensor>>>> = self.0.rendezvous(call, own)?;
         let reduced = inputs.iter().enumerate().map(|(i, input)| {
             let parts: Vec<_> = all.iter().map(|rank| rank[i].as_ref()).collect();
             with_float!(input.out_dtype, T => {
                 let mut shard = vec![T::default(); input.layout.shard_len()];
-                for span in input.layout.spans(self.rank) {
+                for span in input.layout.spans(self.0.rank) {
                     let out = &mut shard[span.shard..span.shard + span.len];
                     host::reduce(&parts, span.full, out, input.reduce_dtype, &reduction);
                 }
@@ -666,64 +166,42 @@ impl Engine for LocalEngine {
         source: Option<Tensor<1>>,
     ) -> Result<Tensor<1>> {
         let source = source.as_ref().map(host::host).transpose()?;
-        let all: Vec<Arc<Option<HostTensor>>> = self.rendezvous(call, source)?;
+        let all: Vec<Arc<Option<HostTensor>>> = self.0.rendezvous(call, source)?;
         let source = all[root]
             .as_ref()
             .as_ref()
             .expect("the root passes a tensor");
-        Ok(host::shard_of(source, layout, self.rank))
+        Ok(host::shard_of(source, layout, self.0.rank))
     }
 
     fn split(&self, color: usize) -> Result<Arc<dyn Engine>> {
-        let colors = self.rendezvous(Call::new("split", "the group"), color)?;
-        let ticket = self.enter(Call::new("split", "the colors"), || {
+        let colors = self.0.rendezvous(Call::new("split", "the group"), color)?;
+        let ticket = self.0.enter(Call::new("split", "the colors"), || {
             let mut members = BTreeMap::<usize, Vec<usize>>::new();
             for (rank, color) in colors.iter().enumerate() {
                 members
                     .entry(**color)
                     .or_default()
-                    .push(self.group.ranks[rank]);
+                    .push(self.0.group.ranks[rank]);
             }
-            let group = |ranks| Group::new(self.group.launch.clone(), ranks);
+            let group = |ranks| Group::new(self.0.group.launch.clone(), ranks);
             let groups: BTreeMap<_, _> = members.into_iter().map(|(c, r)| (c, group(r))).collect();
             Arc::new(groups)
         })?;
         ticket.arrive(Arc::new(()));
         let groups = ticket.common::<BTreeMap<usize, Arc<Group>>>();
         let group = groups[&color].clone();
-        let global = self.group.ranks[self.rank];
+        let global = self.0.group.ranks[self.0.rank];
         let rank = group.ranks.iter().position(|&r| r == global);
         let rank = rank.expect("a rank is in the group of its own color");
-        Ok(Arc::new(LocalEngine::new(group, rank)))
+        Ok(Arc::new(Self(Seat::new(group, rank))))
     }
 
     fn fail(&self, cause: FsdpError) {
-        self.group.launch.fail(cause);
+        self.0.group.launch.fail(cause);
     }
 
     fn failure(&self) -> Option<FsdpError> {
-        self.group.launch.failure().cloned()
+        self.0.group.launch.failure().cloned()
     }
-}
-
-/// A tensor that every rank holds whole: itself, or a counted copy in another dtype.
-fn cast_whole(input: GatherInput, memory: &Arc<MemoryCounter>) -> Result<Tensor<1>> {
-    if input.shard.dtype() == input.dtype {
-        return Ok(input.shard);
-    }
-    let bytes = input.layout.full_len() * input.dtype.size();
-    let buffer = Arc::new(BufferPool::default()).take(bytes);
-    {
-        // SAFETY: the buffer is this function's own.
-        let target = unsafe { buffer.slice_mut(0..bytes) };
-        host::copy_cast(&host::host(&input.shard)?, 0, target, input.dtype);
-    }
-    let counted = MemoryGuard::new(memory, bytes);
-    // SAFETY: as above, and its only writer is done.
-    let filled = unsafe { FilledBuffer::new(Arc::new(buffer), counted) };
-    Ok(host::from_bytes(
-        filled.into_bytes(),
-        input.layout.full_len(),
-        input.dtype,
-    ))
 }

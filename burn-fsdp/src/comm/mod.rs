@@ -10,10 +10,12 @@
 //! the same error. A rank that fails makes every other return its cause at the next collective, or
 //! at once if it waits in one. Every wait has a timeout.
 
-pub(crate) mod buffer;
+mod buffer;
+mod gather;
 pub(crate) mod host;
 mod launch;
 mod local;
+mod rendezvous;
 
 use std::fmt;
 use std::sync::atomic::{AtomicUsize, Ordering};

@@ -1,0 +1,43 @@
+//! What backward owes a unit for one forward.
+
+use burn::backend::autodiff::NodeId;
+use burn::tensor::Tensor;
+
+/// One forward's use of a unit by tracked parameters, and what backward has returned of it.
+///
+/// Every hand-out of a tracked parameter brings one gradient back, if the loss depends on it.
+#[derive(Debug)]
+pub(crate) struct Pass {
+    pub(crate) id: u64,
+    pub(crate) members: Vec<MemberUse>,
+    pub(crate) outstanding: usize,
+    pub(crate) arrived: usize,
+}
+
+#[derive(Clone, Debug, Default)]
+pub(crate) struct MemberUse {
+    pub(crate) handed_out: u32,
+    /// The module call during which it was handed out last.
+    pub(crate) last_call: u64,
+    pub(crate) node: Option<NodeId>,
+    pub(crate) gradient: Option<Tensor<1>>,
+}
+
+impl Pass {
+    pub(crate) fn new(id: u64, members: usize) -> Self {
+        Self {
+            id,
+            members: vec![MemberUse::default(); members],
+            outstanding: 0,
+            arrived: 0,
+        }
+    }
+
+    pub(crate) fn hand_out(&mut self, member: usize, node: NodeId, call: u64) {
+        let member = &mut self.members[member];
+        member.handed_out += 1;
+        member.last_call = call;
+        member.node = Some(node);
+        self.outstanding += 1;
+    }
+}

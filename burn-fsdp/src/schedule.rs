@@ -1,0 +1,320 @@
+//! When a unit is unsharded, resharded and reduced.
+//!
+//! # Note: what is unsharded
+//!
+//! A unit stays unsharded until another is asked for, not until its last use: a recurrent network
+//! uses it at every time step. The root stays from its first use until its gradients are reduced.
+//! With the next unit gathered ahead, that makes two units and the root at most.
+
+use std::collections::HashMap;
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::sync::Arc;
+
+use crate::Result;
+use crate::board::{AfterForward, Context, UnitSpec};
+use crate::comm::Call;
+use crate::plan::ROOT;
+use crate::unit::{Reduced, Unit};
+
+/// Something a unit did, for those who want to see the order. See
+/// [`FsdpModule::record_events`](crate::FsdpModule::record_events).
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Event {
+    /// The unit was asked for and is unsharded.
+    Unshard {
+        /// The unit's name; empty for the root.
+        unit: Arc<str>,
+    },
+    /// The unit let go of its full parameters.
+    Reshard {
+        /// The unit's name; empty for the root.
+        unit: Arc<str>,
+    },
+    /// The unit's gradients were reduced.
+    Reduce {
+        /// The unit's name; empty for the root.
+        unit: Arc<str>,
+    },
+}
+
+/// What asks for a unit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum Phase {
+    Forward,
+    Backward,
+}
+
+/// A reduced gradient with the place of its parameter.
+#[derive(Debug)]
+pub(crate) struct UnitGradient {
+    pub(crate) unit: usize,
+    pub(crate) reduced: Reduced,
+}
+
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Switches {
+    pub(crate) gradient_sync: bool,
+    pub(crate) all_reduce: bool,
+    pub(crate) reshard_after_backward: bool,
+}
+
+impl Default for Switches {
+    fn default() -> Self {
+        Self {
+            gradient_sync: true,
+            all_reduce: true,
+            reshard_after_backward: true,
+        }
+    }
+}
+
+pub(crate) struct Schedule {
+    pub(crate) units: Vec<Unit>,
+    pub(crate) switches: Switches,
+    /// Whether units are gathered ahead in the order seen before.
+    pub(crate) prefetch: bool,
+    pub(crate) phase: Phase,
+    /// The unit asked for last, among those that do not stay; none once it is freed.
+    pub(crate) current: Option<usize>,
+    /// The same within this phase, freed or not.
+    pub(crate) previous: Option<usize>,
+    /// Units left unsharded by a backward, until they are asked for again.
+    pub(crate) kept: Vec<bool>,
+    /// Units gathered ahead by the user's wish, until they are asked for or the phase ends.
+    pub(crate) awaited: Vec<bool>,
+    /// What followed a unit when it was asked for before.
+    pub(crate) followed_by: HashMap<(Phase, usize), usize>,
+    /// What the user wants gathered ahead of a unit.
+    pub(crate) explicit_prefetch: HashMap<(Phase, usize), Vec<usize>>,
+    pub(crate) pass: u64,
+    /// Units whose hand-outs differ between ranks in the backward under way.
+    pub(crate) deferred: Vec<bool>,
+    pub(crate) events: Option<Vec<Event>>,
+}
+
+impl Schedule {
+    pub(crate) fn new(specs: Vec<Arc<UnitSpec>>, prefetch: bool) -> Self {
+        Self {
+            deferred: vec![false; specs.len()],
+            kept: vec![false; specs.len()],
+            awaited: vec![false; specs.len()],
+            units: (0..)
+                .zip(specs)
+                .map(|(i, spec)| Unit::new(i, spec))
+                .collect(),
+            switches: Switches::default(),
+            prefetch,
+            phase: Phase::Forward,
+            current: None,
+            previous: None,
+            followed_by: HashMap::new(),
+            explicit_prefetch: HashMap::new(),
+            pass: 0,
+            events: None,
+        }
+    }
+
+    pub(crate) fn enter_forward(&mut self) {
+        if self.phase == Phase::Forward {
+            return;
+        }
+        self.phase = Phase::Forward;
+        self.previous = None;
+        self.awaited.fill(false);
+        self.pass += 1;
+        for unit in &mut self.units {
+            if unit.drop_stale() {
+                log::warn!(
+                    "gradients of unit \"{}\" were dropped: its last backward was incomplete; \
+                     call `model.backward(loss)` instead of `loss.backward()`",
+                    unit.spec.name
+                );
+            }
+        }
+    }
+
+    pub(crate) fn enter_backward(&mut self) {
+        if self.phase == Phase::Forward {
+            self.phase = Phase::Backward;
+            self.previous = None;
+            self.awaited.fill(false);
+        }
+    }
+
+    /// The pass that the next hand-out of this member belongs to.
+    pub(crate) fn pass_for(&mut self, unit: usize, member: usize, call: u64) -> u64 {
+        let handed_out_by_earlier_call = self.units[unit].pass(self.pass).is_some_and(|pass| {
+            let member = &pass.members[member];
+            member.handed_out > 0 && member.last_call < call
+        });
+        if handed_out_by_earlier_call {
+            self.pass += 1;
+        }
+        self.pass
+    }
+
+    /// Whether the unit outlives the use of others in this phase.
+    pub(crate) fn stays(&self, unit: usize) -> bool {
+        matches!(self.units[unit].spec.after_forward, AfterForward::Keep)
+    }
+
+    /// Before `unit` is unsharded: frees what is not needed beside it, and sees to the root.
+    pub(crate) fn make_room(&mut self, unit: usize, context: &Context, module: u64) -> Result<()> {
+        if self.stays(unit) || self.current == Some(unit) {
+            return Ok(());
+        }
+        if self.phase == Phase::Forward && self.stays(ROOT) && self.units[ROOT].is_sharded() {
+            // All ranks gather the root first, even those that use none of its parameters now.
+            self.units[ROOT].start_unshard(context, module)?;
+        }
+        let wanted = self.ahead_of(unit);
+        for other in 0..self.units.len() {
+            let waits = self.kept[other] || self.awaited[other] || wanted.contains(&other);
+            if other == unit || self.stays(other) || waits {
+                continue;
+            }
+            if !self.units[other].is_sharded() {
+                if self.phase == Phase::Forward {
+                    self.units[other].reshard_after_forward(context)?;
+                    self.record(other, |unit| Event::Reshard { unit });
+                } else {
+                    self.free(other);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Once `unit` is unsharded: remembers the order and gathers what will follow.
+    pub(crate) fn gather_ahead(
+        &mut self,
+        unit: usize,
+        context: &Context,
+        module: u64,
+    ) -> Result<()> {
+        self.kept[unit] = false;
+        self.awaited[unit] = false;
+        if self.stays(unit) || self.current == Some(unit) && self.previous == Some(unit) {
+            return Ok(());
+        }
+        if let Some(previous) = self.previous.replace(unit) {
+            self.followed_by.insert((self.phase, previous), unit);
+        }
+        self.current = Some(unit);
+        let is_explicit = self.explicit_prefetch.contains_key(&(self.phase, unit));
+        for ahead in self.ahead_of(unit) {
+            self.units[ahead].start_unshard(context, module)?;
+            self.awaited[ahead] |= is_explicit;
+        }
+        Ok(())
+    }
+
+    /// The units to gather while `unit` is used.
+    pub(crate) fn ahead_of(&self, unit: usize) -> Vec<usize> {
+        match self.explicit_prefetch.get(&(self.phase, unit)) {
+            Some(explicit) => explicit.clone(),
+            None if self.prefetch => {
+                let next = self.followed_by.get(&(self.phase, unit));
+                next.copied().into_iter().collect()
+            }
+            None => Vec::new(),
+        }
+    }
+
+    pub(crate) fn free(&mut self, unit: usize) {
+        if !self.units[unit].is_sharded() {
+            self.record(unit, |unit| Event::Reshard { unit });
+        }
+        self.units[unit].free();
+        if self.current == Some(unit) {
+            self.current = None;
+        }
+    }
+
+    /// Reshards after backward, or keeps the unit for the next micro-batch if so told.
+    pub(crate) fn after_backward(&mut self, unit: usize) {
+        if self.switches.reshard_after_backward {
+            self.free(unit);
+        } else {
+            self.kept[unit] = true;
+        }
+    }
+
+    pub(crate) fn reduce(
+        &mut self,
+        unit: usize,
+        passes: &[u64],
+        members: &[usize],
+        context: &Context,
+    ) -> Result<Vec<Reduced>> {
+        let all_reduce = self.switches.all_reduce;
+        let reduced = self.units[unit].reduce(context, passes, members, all_reduce)?;
+        self.record(unit, |unit| Event::Reduce { unit });
+        Ok(reduced)
+    }
+
+    /// One word a unit that tells its hand-outs from others, and one byte for the switches.
+    pub(crate) fn usage(&self) -> Vec<u8> {
+        let mut message = Vec::with_capacity(self.units.len() * 8 + 1);
+        for unit in &self.units {
+            let mut hasher = DefaultHasher::new();
+            for pass in unit.passes() {
+                pass.id.hash(&mut hasher);
+                let counts = pass.members.iter().map(|member| member.handed_out);
+                counts.collect::<Vec<_>>().hash(&mut hasher);
+            }
+            unit.trainable().hash(&mut hasher);
+            message.extend(hasher.finish().to_le_bytes());
+        }
+        message.push(self.switches.all_reduce.into());
+        message
+    }
+
+    pub(crate) fn reduce_rest(&mut self, context: &Context) -> Result<Vec<UnitGradient>> {
+        let all_reduce = self.switches.all_reduce;
+        let has: Vec<u8> = self
+            .units
+            .iter()
+            .flat_map(|unit| {
+                (0..unit.spec.members.len()).map(|m| unit.has_gradient(m, all_reduce).into())
+            })
+            .collect();
+        let call = Call::new("agreement", "the gradients that backward brought");
+        let all = context.mesh.group().engine().exchange(call, has)?;
+        let any = |i: usize| all.iter().any(|has| has[i] == 1);
+
+        let mut gradients = Vec::new();
+        let mut end = all[0].len();
+        for unit in (0..self.units.len()).rev() {
+            let start = end - self.units[unit].spec.members.len();
+            let members: Vec<usize> = (start..end)
+                .filter(|&i| any(i))
+                .map(|i| i - start)
+                .collect();
+            end = start;
+            if members.is_empty() {
+                continue;
+            }
+            let passes = self.units[unit].arrived_passes();
+            let reduced = self.reduce(unit, &passes, &members, context)?;
+            let with_unit = |reduced| UnitGradient { unit, reduced };
+            gradients.extend(reduced.into_iter().map(with_unit));
+        }
+        Ok(gradients)
+    }
+
+    pub(crate) fn keep_rest(&mut self) {
+        for unit in &mut self.units {
+            for pass in unit.arrived_passes() {
+                unit.accumulate(pass);
+            }
+        }
+    }
+
+    pub(crate) fn record(&mut self, unit: usize, event: impl FnOnce(Arc<str>) -> Event) {
+        if let Some(events) = &mut self.events {
+            events.push(event(self.units[unit].spec.name.clone()));
+        }
+    }
+}
