@@ -108,3 +108,8 @@ pub mod prelude {
         ReshardAfterForward, launch,
     };
 }
+
+/// Compiles and runs the examples of the README.
+#[cfg(doctest)]
+#[doc = include_str!("../../README.md")]
+struct Readme;
