@@ -81,6 +81,15 @@ impl ShardBoard {
         members
             .map(|(i, member)| {
                 let shard = self.get(spec, i)?;
+                let len = shard.flat.dims()[0];
+                if len != member.layout.shard_len() {
+                    return Err(FsdpError::argument(format!(
+                        "the shard of \"{}\" was replaced by one of {len} elements; it must keep \
+                         its {}",
+                        member.path,
+                        member.layout.shard_len()
+                    )));
+                }
                 Ok(GatherInput {
                     layout: member.layout.clone(),
                     dtype: spec.param_dtype.unwrap_or(shard.flat.dtype()),

@@ -179,13 +179,23 @@ pub enum FsdpError {
     #[error(
         "the gradients of unit \"{unit}\" are incomplete: {} got none in this backward; call \
          `model.backward(loss)`, which completes units with unused parameters",
-        missing.join(", ")
+        if missing.is_empty() { "some uses of its parameters".to_string() } else { missing.join(", ") }
     )]
     IncompleteUnit {
         /// The unit.
         unit: String,
         /// Its parameters without a gradient.
         missing: Vec<String>,
+    },
+    /// Parameters were updated after a forward used them and before its backward, which would now
+    /// compute with other values.
+    #[error(
+        "the parameters of unit \"{unit}\" were updated between this forward and its backward; call \
+         backward first, or run the forward again"
+    )]
+    UpdatedBeforeBackward {
+        /// The unit.
+        unit: String,
     },
     /// The optimizer clips per parameter, which on shards would use the norm of a shard.
     #[error(

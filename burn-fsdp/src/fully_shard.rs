@@ -92,7 +92,6 @@ impl<M: Module> FullyShard for M {
             counters: Default::default(),
         };
         let state = FsdpState::new(plan.clone(), context, specs, !config.no_prefetch);
-        state.module();
 
         let module = broadcast_buffers(self, &plan, group)?;
         let mut outcome = Outcome::default();
@@ -240,19 +239,15 @@ impl Reparameterizer for Sharder<'_> {
         if self.outcome.error.is_some() {
             return (param, None);
         }
-        let Some(index) = self.plan.find(path) else {
-            return (param, None);
+        let placed = match (self.plan.find(path), self.plan.ignored(path)) {
+            (Some(index), _) => self.shard(path, index, param.clone()),
+            (None, Some(shape)) => self.leave_whole(path, shape, param.clone()),
+            (None, None) => return (param, None),
         };
-        match self.shard(path, index, &param) {
-            Ok(sharded) => {
-                let shape = &self.plan.units()[index.unit].params[index.member].shape;
-                (placeholder(param, shape), Some(sharded))
-            }
-            Err(error) => {
-                self.outcome.error = Some(error);
-                (param, None)
-            }
-        }
+        placed.unwrap_or_else(|error| {
+            self.outcome.error = Some(error);
+            (param, None)
+        })
     }
 }
 
@@ -261,36 +256,66 @@ impl Sharder<'_> {
         &mut self,
         path: &str,
         index: MemberIndex,
-        param: &Param<Tensor<D>>,
-    ) -> Result<ShardedParam> {
+        param: Param<Tensor<D>>,
+    ) -> Result<(Param<Tensor<D>>, Option<ShardedParam>)> {
         let handle = MemberHandle {
             state: self.state.clone(),
             unit: index.unit,
             member: index.member,
         };
+        let plan = &self.plan.units()[index.unit].params[index.member];
         if index.is_alias {
             let tied = self.state.tied(index.unit, index.member);
             let tied = tied.expect("the first name of a tied parameter comes first");
-            return Ok(ShardedParam::alias(tied, handle));
+            let dtype = self.state.shard(index.unit, index.member)?.dtype();
+            let sharded = ShardedParam::alias(tied, handle);
+            return Ok((placeholder(param, &plan.shape, dtype), Some(sharded)));
         }
-        let (flat, trainable) = self.scatter(path, index, param)?;
+        let layout = plan.layout(self.plan.shard_size());
+        let (flat, trainable) = self.scatter(path, &layout, &param)?;
+        let dtype = flat.dtype();
         if trainable {
-            self.outcome.dtypes.insert(path.to_string(), flat.dtype());
+            self.outcome.dtypes.insert(path.to_string(), dtype);
         }
         let device = param.lazy_device();
         self.outcome.is_autodiff |= device.is_autodiff();
         let flat = flat.to_device(&self.state.context.shard_device);
-        let shape = self.state.shard_shape(index.unit, index.member);
-        let shard = lift(flat.reshape::<D, _>(shape), &device);
+        let shard = lift(flat.reshape::<D, _>(Shape::from(layout.shard_shape())), &device);
         let shard = Param::initialized(param.id, shard).set_require_grad(trainable);
-        Ok(ShardedParam::new(shard, handle))
+        let sharded = ShardedParam::new(shard, handle);
+        Ok((placeholder(param, &plan.shape, dtype), Some(sharded)))
+    }
+
+    /// An ignored parameter with rank 0's value, in a graph of its own: ranks may have copied one
+    /// module, and their backwards would wait for each other in a graph that they share.
+    fn leave_whole<const D: usize>(
+        &self,
+        path: &str,
+        shape: &[usize],
+        param: Param<Tensor<D>>,
+    ) -> Result<(Param<Tensor<D>>, Option<ShardedParam>)> {
+        let sends = self.group.rank() != 0 || host::is_supported(param.val().dtype());
+        if self.group.broadcast_bytes(0, vec![sends.into()])? == [0] {
+            // Quantized, say.
+            return Ok((param, None));
+        }
+        let shard_size = self.plan.shard_size();
+        let layout = ShardLayout::new(shape, Placement::Replicate, shard_size);
+        let (flat, trainable) = self.scatter(path, &layout, &param)?;
+        let device = param.lazy_device();
+        let dtype = flat.dtype();
+        let whole = lift(flat.reshape::<D, _>(Shape::from(shape.to_vec())), &device);
+        let param = placeholder(param, shape, dtype)
+            .map(|_| whole)
+            .set_require_grad(trainable);
+        Ok((param, None))
     }
 
     /// This rank's shard of rank 0's parameter, flat, and whether it is trained.
     fn scatter<const D: usize>(
         &self,
         path: &str,
-        index: MemberIndex,
+        layout: &ShardLayout,
         param: &Param<Tensor<D>>,
     ) -> Result<(Tensor<1>, bool)> {
         let is_source = self.group.rank() == 0;
@@ -312,10 +337,8 @@ impl Sharder<'_> {
         let trained = source.as_ref().map_or(0, |(_, trained)| u8::from(*trained));
         let trained = self.group.broadcast_bytes(0, vec![trained])?[0] == 1;
         let call = Call::new("scatter", format!("parameter \"{path}\""));
-        let params = &self.plan.units()[index.unit].params;
-        let layout = params[index.member].layout(self.plan.shard_size());
         let value = source.map(|(value, _)| value);
-        let shard = scatter(&self.state.context.mesh, call, &layout, value)?;
+        let shard = scatter(&self.state.context.mesh, call, layout, value)?;
         Ok((shard, trained))
     }
 }
@@ -349,9 +372,13 @@ pub(crate) fn scatter(
 
 /// A parameter of the full shape that holds one NaN, frozen, with the original's id and mappers.
 /// A parameter that was not initialised is not initialised by this.
-fn placeholder<const D: usize>(param: Param<Tensor<D>>, shape: &[usize]) -> Param<Tensor<D>> {
+fn placeholder<const D: usize>(
+    param: Param<Tensor<D>>,
+    shape: &[usize],
+    dtype: DType,
+) -> Param<Tensor<D>> {
     let (id, device) = (param.id, param.lazy_device());
-    let nan = |shape: Shape| placeholder_value(&shape, &device);
+    let nan = |shape: Shape| placeholder_value(&shape, &device, dtype);
     // Loading is the one way to give a parameter a value without initialising it first. Its mapper
     // may change the shape, so the value is set once more.
     let declared = param.lazy_shape();

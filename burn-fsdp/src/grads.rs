@@ -35,6 +35,10 @@ impl<M: Module> FsdpModule<M> {
     ///
     /// A failure of the group.
     pub fn grad_norm(&self, grads: &GradientsParams, norm: NormType) -> Result<f64> {
+        self.norm(grads, norm, None)
+    }
+
+    fn norm(&self, grads: &GradientsParams, norm: NormType, max_norm: Option<f64>) -> Result<f64> {
         let mut local = LocalNorm {
             plan: self.plan(),
             path: PathStack::default(),
@@ -45,7 +49,11 @@ impl<M: Module> FsdpModule<M> {
         };
         self.visit(&mut local);
         let message = local.total?.to_le_bytes().to_vec();
-        let call = Call::new("agreement", "the gradient norm");
+        let subject = match max_norm {
+            Some(max_norm) => format!("the gradient norm to clip at {max_norm}"),
+            None => format!("the gradient norm ({norm:?})"),
+        };
+        let call = Call::new("agreement", subject);
         let all = self.mesh().group().engine().exchange(call, message)?;
         let parts = all.iter().map(|bytes| {
             let bytes = bytes.as_slice().try_into();
@@ -69,7 +77,8 @@ impl<M: Module> FsdpModule<M> {
     /// gradients, and the norm before. The same factor on all ranks.
     ///
     /// All ranks must call this, in the same order. The factor is
-    /// `min(1, max_norm / (norm + 1e-6))`, as in PyTorch. On a norm that is NaN or infinite every
+    /// `min(1, max_norm / (norm + 1e-6))`, as in PyTorch. Ignored parameters are neither counted nor
+    /// scaled. On a norm that is NaN or infinite every
     /// rank does what [`NonFinite`](crate::NonFinite) says.
     ///
     /// # Errors
@@ -86,7 +95,7 @@ impl<M: Module> FsdpModule<M> {
                 "max_norm must be positive, not {max_norm}"
             )));
         }
-        let norm = self.grad_norm(&grads, NormType::L2)?;
+        let norm = self.norm(&grads, NormType::L2, Some(max_norm))?;
         if !norm.is_finite() {
             return match self.config.non_finite {
                 NonFinite::Error => Err(FsdpError::NonFiniteNorm { norm }),
@@ -141,8 +150,8 @@ impl ModuleVisitor for LocalNorm<'_> {
         let len = gradient.shape().num_elements();
         let flat = gradient.inner().reshape([len]);
         let part = match self.norm {
-            NormType::L1 => host::sum_of_powers(&flat, 1),
-            NormType::L2 => host::sum_of_powers(&flat, 2),
+            NormType::L1 => host::sum_of(&flat, f64::abs),
+            NormType::L2 => host::sum_of(&flat, |x| x * x),
             NormType::Inf => host::max_abs(&flat),
         };
         let total = std::mem::replace(&mut self.total, Ok(0.0));

@@ -104,8 +104,8 @@ pub use state_dict::{
 /// What a training script needs.
 pub mod prelude {
     pub use crate::{
-        DeviceMesh, FsdpConfig, FsdpModule, FullyShard, MixedPrecisionPolicy, ProcessGroup,
-        ReshardAfterForward, launch,
+        DeviceMesh, FsdpConfig, FsdpError, FsdpModule, FullyShard, MixedPrecisionPolicy,
+        ProcessGroup, ReshardAfterForward, Result, launch,
     };
 }
 

@@ -29,7 +29,8 @@ impl DeviceMesh {
     ///
     /// # Errors
     ///
-    /// [`FsdpError::InvalidMesh`] if `replicate * shard` is not the size of the group.
+    /// [`FsdpError::InvalidMesh`] if `replicate * shard` is not the size of the group; if ranks
+    /// disagree.
     pub fn hybrid(group: &ProcessGroup, replicate: usize, shard: usize) -> Result<Self> {
         if replicate.checked_mul(shard) != Some(group.world_size()) {
             return Err(FsdpError::InvalidMesh {
@@ -38,6 +39,7 @@ impl DeviceMesh {
                 world_size: group.world_size(),
             });
         }
+        group.agree("the mesh", &format!("{replicate} x {shard}"))?;
         Ok(Self {
             world: group.clone(),
             shard: group.split(group.rank() / shard)?,

@@ -1,6 +1,6 @@
 //! [`FsdpModule`]: a sharded module that looks like the module it shards.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::fmt;
 use std::ops::Deref;
 use std::sync::Arc;
@@ -11,12 +11,14 @@ use burn::optim::{GradientsParams, ModuleOptimizer};
 use burn::tensor::{Bool, Device, Int, Tensor};
 
 use crate::comm::CollectiveCounts;
+use crate::fully_shard::lift;
 use crate::memory::MemoryStats;
-use crate::param::{CopyScope, refuse_move};
+use crate::param::{CopyScope, refuse_move, strip};
 use crate::path::{PathStack, follow_path};
 use crate::plan::ShardingPlan;
 use crate::schedule::{Event, Phase};
 use crate::state::FsdpState;
+use crate::state_dict::gather;
 use crate::{DeviceMesh, FsdpConfig, FsdpError, Result};
 
 /// A module of which each rank keeps its shard. Made by
@@ -29,7 +31,8 @@ use crate::{DeviceMesh, FsdpConfig, FsdpError, Result};
 /// As a [`Module`] it shows what this rank holds: visitors and mappers, and so optimizers,
 /// gradients and records, meet each shard under its parameter's path, id and rank. Only
 /// [`num_params`](Module::num_params) counts full parameters. Clones, and what
-/// [`valid`](Module::valid) returns, are independent of the original. It cannot be moved to another
+/// [`valid`](Module::valid) returns, are independent of the original; all ranks must make them, in
+/// the same order. A clone of a part of the module can be used but not changed. It cannot be moved to another
 /// device: [`to_device`](Module::to_device) and [`fork`](Module::fork) panic if asked to.
 pub struct FsdpModule<M> {
     inner: M,
@@ -81,11 +84,9 @@ impl<M> FsdpModule<M> {
     /// Turns gradient sync off for as long as the guard lives. See
     /// [`set_requires_gradient_sync`](Self::set_requires_gradient_sync).
     pub fn no_sync(&self) -> NoSyncGuard {
-        let before = self.state.switches().gradient_sync;
-        self.set_requires_gradient_sync(false);
+        self.state.set_switches(|s| s.no_sync_guards += 1);
         NoSyncGuard {
             state: self.state.clone(),
-            before,
         }
     }
 
@@ -200,15 +201,24 @@ impl<M: Module> FsdpModule<M> {
         Ok(optim.step(lr, self, grads))
     }
 
-    /// The dense module, with full parameters on every rank. All ranks must call this.
+    /// The dense module, with full parameters in their original dtype on every rank, trained or
+    /// frozen as they are.
     ///
-    /// Units are gathered one after another, so the peak is the dense module and two units.
+    /// All ranks must call this, in the same order. Parameters are gathered one after another.
     ///
-    /// # Panics
+    /// # Errors
     ///
-    /// If the group fails.
-    pub fn into_dense(self) -> M {
-        self.inner.materialize()
+    /// A failure of the group.
+    pub fn into_dense(self) -> Result<M> {
+        let mut restore = Restore {
+            state: &self.state,
+            trained: HashSet::new(),
+            path: PathStack::default(),
+            error: None,
+        };
+        self.inner.visit(&mut restore);
+        let dense = strip(self.inner).map(&mut restore);
+        restore.error.map_or(Ok(dense), Err)
     }
 
     /// Gives placeholders the ids of their shards, after shards have been loaded with new ones.
@@ -223,17 +233,16 @@ impl<M: Module> FsdpModule<M> {
     }
 }
 
-/// Turns gradient sync on again when dropped, if it was on. See [`FsdpModule::no_sync`].
+/// Holds gradient sync off until it is dropped. See [`FsdpModule::no_sync`].
 #[derive(Debug)]
 #[must_use = "gradient sync is off only as long as the guard lives"]
 pub struct NoSyncGuard {
     state: Arc<FsdpState>,
-    before: bool,
 }
 
 impl Drop for NoSyncGuard {
     fn drop(&mut self) {
-        self.state.set_switches(|s| s.gradient_sync = self.before);
+        self.state.set_switches(|s| s.no_sync_guards -= 1);
     }
 }
 
@@ -444,6 +453,49 @@ impl ModuleVisitor for CountFull {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         if !self.path.is_inside_shard() {
             self.elements += param.lazy_shape().num_elements();
+        }
+    }
+}
+
+/// Puts full parameters in the place of placeholders.
+struct Restore<'a> {
+    state: &'a FsdpState,
+    /// Paths of the shards that are trained.
+    trained: HashSet<String>,
+    path: PathStack,
+    error: Option<FsdpError>,
+}
+
+impl ModuleVisitor for Restore<'_> {
+    follow_path!();
+
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        if self.path.is_inside_shard() && Module::train(param.clone()).is_require_grad() {
+            self.trained.insert(self.path.join());
+        }
+    }
+}
+
+impl ModuleMapper for Restore<'_> {
+    follow_path!();
+
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        let path = self.path.join();
+        let Some(index) = self.state.plan.find(&path).filter(|_| self.error.is_none()) else {
+            return param;
+        };
+        match gather(self.state, &path, index) {
+            Ok(full) => param
+                .map(|placeholder| {
+                    let full = full.to_device(&self.state.context.compute_device);
+                    let shape = placeholder.shape();
+                    lift(full.reshape::<D, _>(shape), &placeholder.device())
+                })
+                .set_require_grad(self.trained.contains(&path)),
+            Err(error) => {
+                self.error = Some(error);
+                param
+            }
         }
     }
 }

@@ -5,7 +5,7 @@
 //! what it expects, and code that computes with it by mistake sees NaN at once. The shard is a
 //! nested `Param` with the original id.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::sync::Arc;
 
 use burn::module::{Devices, Module, ModuleMapper, ModuleVisitor, Param, Reparameterization};
@@ -23,6 +23,9 @@ pub(crate) struct ShardedParam {
     handle: MemberHandle,
     /// Whether this is a further name of a tied parameter, which follows the first.
     is_alias: bool,
+    /// Whether this is a copy that a user made of a part of a sharded module. It gathers what the
+    /// original has, so it must not be changed by itself.
+    is_borrowed: bool,
 }
 
 impl ShardedParam {
@@ -31,6 +34,7 @@ impl ShardedParam {
             shard: RankedParam::new(shard),
             handle,
             is_alias: false,
+            is_borrowed: false,
         };
         param.show_shard();
         param
@@ -42,12 +46,13 @@ impl ShardedParam {
             shard,
             handle,
             is_alias: true,
+            is_borrowed: false,
         }
     }
 
     /// Lets the unit see this parameter's shard.
     fn show_shard(&self) {
-        if self.is_alias {
+        if self.is_alias || self.is_borrowed {
             return;
         }
         let MemberHandle {
@@ -62,18 +67,17 @@ impl ShardedParam {
 
     /// The same parameter in a copy of the module, with this shard.
     fn copied(&self, shard: RankedParam) -> Self {
+        let state = CopyScope::state_for(&self.handle.state);
         let copy = Self {
             shard,
-            handle: MemberHandle {
-                state: CopyScope::state_for(&self.handle.state),
-                ..self.handle.clone()
-            },
             is_alias: self.is_alias,
+            is_borrowed: state.is_none(),
+            handle: MemberHandle {
+                state: state.unwrap_or_else(|| self.handle.state.clone()),
+                ..self.handle
+            },
         };
-        // Without a scope the copy shares the state, and the shard is the one it has.
-        if !Arc::ptr_eq(&copy.handle.state, &self.handle.state) {
-            copy.show_shard();
-        }
+        copy.show_shard();
         copy
     }
 }
@@ -119,7 +123,15 @@ impl Module for ShardedParam {
         self.shard.visit(visitor);
     }
 
+    /// # Panics
+    ///
+    /// On a copy of a part of a sharded module.
     fn map<M: ModuleMapper>(self, mapper: &mut M) -> Self {
+        assert!(
+            !self.is_borrowed,
+            "a clone of a part of a sharded module shares its parameters with the module and cannot \
+             be changed by itself; clone the whole `FsdpModule`"
+        );
         let MemberHandle {
             state,
             unit,
@@ -133,6 +145,7 @@ impl Module for ShardedParam {
                 shard: shard.expect("the first name of a tied parameter comes first"),
                 handle: self.handle.clone(),
                 is_alias: true,
+                is_borrowed: false,
             };
         }
         state.release_shard(*unit, *member);
@@ -141,6 +154,7 @@ impl Module for ShardedParam {
             shard: self.shard.map(mapper),
             handle: self.handle.clone(),
             is_alias: false,
+            is_borrowed: false,
         };
         if mapped.shard.id() != id {
             state.note_new_ids();
@@ -153,9 +167,20 @@ impl Module for ShardedParam {
 impl Reparameterization for ShardedParam {
     const NAME: &'static str = SHARD_NAME;
 
-    fn apply<const D: usize>(&self, _placeholder: Tensor<D>) -> Tensor<D> {
+    fn apply<const D: usize>(&self, placeholder: Tensor<D>) -> Tensor<D> {
+        if BARE.get() {
+            return placeholder;
+        }
         unshard(self.shard.value::<D>(), self.handle.clone())
     }
+}
+
+/// Strips a sharded module of its shards: what is left are placeholders.
+pub(crate) fn strip<M: Module>(module: M) -> M {
+    BARE.set(true);
+    let module = module.materialize();
+    BARE.set(false);
+    module
 }
 
 /// # Panics
@@ -174,6 +199,8 @@ pub(crate) fn refuse_move(from: &Device, to: &Device) {
 pub(crate) struct CopyScope;
 
 thread_local! {
+    /// Whether parameters show their placeholders.
+    static BARE: Cell<bool> = const { Cell::new(false) };
     static COPYING: RefCell<Option<(Arc<FsdpState>, Arc<FsdpState>)>> = const { RefCell::new(None) };
 }
 
@@ -183,10 +210,11 @@ impl CopyScope {
         Self
     }
 
-    fn state_for(state: &Arc<FsdpState>) -> Arc<FsdpState> {
+    /// The state of the copy being made, if one of `state`'s module is.
+    fn state_for(state: &Arc<FsdpState>) -> Option<Arc<FsdpState>> {
         COPYING.with_borrow(|copying| match copying {
-            Some((original, copy)) if Arc::ptr_eq(original, state) => copy.clone(),
-            _ => state.clone(),
+            Some((original, copy)) if Arc::ptr_eq(original, state) => Some(copy.clone()),
+            _ => None,
         })
     }
 }
@@ -194,5 +222,15 @@ impl CopyScope {
 impl Drop for CopyScope {
     fn drop(&mut self) {
         COPYING.set(None);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn staying_on_the_device_is_no_move() {
+        refuse_move(&Device::flex(), &Device::flex().autodiff());
     }
 }

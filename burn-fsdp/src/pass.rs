@@ -1,5 +1,7 @@
 //! What backward owes a unit for one forward.
 
+use std::sync::Arc;
+
 use burn::backend::autodiff::NodeId;
 use burn::tensor::Tensor;
 
@@ -12,6 +14,8 @@ pub(crate) struct Pass {
     pub(crate) members: Vec<MemberUse>,
     pub(crate) outstanding: usize,
     pub(crate) arrived: usize,
+    /// Shared with every hand-out whose gradient may still come.
+    owed: Arc<()>,
 }
 
 #[derive(Clone, Debug, Default)]
@@ -30,14 +34,21 @@ impl Pass {
             members: vec![MemberUse::default(); members],
             outstanding: 0,
             arrived: 0,
+            owed: Arc::new(()),
         }
     }
 
-    pub(crate) fn hand_out(&mut self, member: usize, node: NodeId, call: u64) {
+    /// Whether a gradient may still come: the graph of this forward exists.
+    pub(crate) fn is_owed(&self) -> bool {
+        Arc::strong_count(&self.owed) > 1
+    }
+
+    pub(crate) fn hand_out(&mut self, member: usize, node: NodeId, call: u64) -> Arc<()> {
         let member = &mut self.members[member];
         member.handed_out += 1;
         member.last_call = call;
         member.node = Some(node);
         self.outstanding += 1;
+        self.owed.clone()
     }
 }

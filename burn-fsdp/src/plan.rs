@@ -8,7 +8,7 @@ use std::fmt;
 use burn::module::{
     Module, ModuleMapper, ModuleVisitor, Param, ParamId, Reparameterization, Reparameterizer,
 };
-use burn::tensor::{Device, Shape, Tensor};
+use burn::tensor::{DType, Device, Shape, Tensor};
 
 use crate::config::{ModuleNode, ParamInfo, UnitConfig, path_matches};
 use crate::placement::ShardLayout;
@@ -24,7 +24,8 @@ pub struct ShardingPlan {
     units: Vec<UnitPlan>,
     index: HashMap<String, MemberIndex>,
     tied: HashSet<(usize, usize)>,
-    ignored: HashSet<String>,
+    /// Ignored parameters, with their shapes.
+    ignored: HashMap<String, Vec<usize>>,
     buffers: HashSet<String>,
     shard_size: usize,
 }
@@ -78,7 +79,7 @@ impl ShardingPlan {
     ) -> Result<Self> {
         let tree = ModuleTree::of(module)?;
         // A sharded module shows its shards as plain parameters, so only its type tells.
-        if type_name::<M>().starts_with(concat!(env!("CARGO_CRATE_NAME"), "::module::FsdpModule<"))
+        if type_name::<M>().contains(concat!(env!("CARGO_CRATE_NAME"), "::module::FsdpModule<"))
             && let Some(param) = tree.params.first()
         {
             let path = param.path.clone();
@@ -92,20 +93,26 @@ impl ShardingPlan {
             units: vec![UnitPlan::new("")],
             index: HashMap::new(),
             tied: HashSet::new(),
-            ignored: HashSet::new(),
+            ignored: HashMap::new(),
             buffers: HashSet::new(),
             shard_size,
         };
         let mut unit_of_name = HashMap::from([(String::new(), ROOT)]);
         let mut first_paths = HashMap::<ParamId, String>::new();
         for param in &tree.params {
-            if ignored(&param.path) {
-                plan.ignored.insert(param.path.clone());
-                continue;
-            }
             if !param.is_parameter {
                 plan.buffers.insert(param.path.clone());
                 continue;
+            }
+            if ignored(&param.path) {
+                plan.ignored.insert(param.path.clone(), param.shape.clone());
+                continue;
+            }
+            if param.shape.is_empty() {
+                return Err(FsdpError::argument(format!(
+                    "parameter \"{}\" has no dimension to shard; give it one of size 1",
+                    param.path
+                )));
             }
             let name = innermost(&unit_paths, &param.path);
             if let Some(first) = first_paths.get(&param.id) {
@@ -188,7 +195,12 @@ impl ShardingPlan {
 
     /// Paths of floating tensors that are no unit's: ignored parameters and running statistics.
     pub fn left_alone(&self) -> impl Iterator<Item = &str> {
-        self.ignored.union(&self.buffers).map(String::as_str)
+        self.ignored.keys().chain(&self.buffers).map(String::as_str)
+    }
+
+    /// The shape of the ignored parameter at `path`, if there is one.
+    pub(crate) fn ignored(&self, path: &str) -> Option<&[usize]> {
+        self.ignored.get(path).map(Vec::as_slice)
     }
 
     /// Whether the floating tensor at `path` is a running statistic, not a parameter.
@@ -221,6 +233,20 @@ impl ShardingPlan {
 
     pub(crate) fn find(&self, path: &str) -> Option<MemberIndex> {
         self.index.get(path).copied()
+    }
+
+    /// The names of each parameter that has several, in traversal order within a parameter.
+    pub(crate) fn tied_names(&self) -> Vec<Vec<String>> {
+        let names_of = |&(unit, member): &(usize, usize)| {
+            let first = &self.units[unit].params[member].path;
+            let is_later = |(name, index): &(&String, &MemberIndex)| {
+                (index.unit, index.member) == (unit, member) && *name != first
+            };
+            let mut later: Vec<_> = self.index.iter().filter(is_later).map(|(n, _)| n).collect();
+            later.sort_unstable();
+            std::iter::once(first).chain(later).cloned().collect()
+        };
+        self.tied.iter().map(names_of).collect()
     }
 
     /// Whether the parameter has more than one path.
@@ -278,8 +304,8 @@ impl UnitPlan {
 
 fn choose_placement(config: &FsdpConfig, param: &FoundParam) -> Result<Placement> {
     let num_elements: usize = param.shape.iter().product();
-    // Nothing to split: a scalar, or no element at all.
-    if param.shape.is_empty() || num_elements == 0 || num_elements < config.replicate_below {
+    // Without elements there is nothing to split.
+    if num_elements == 0 || num_elements < config.replicate_below {
         return Ok(Placement::Replicate);
     }
     let info = ParamInfo {
@@ -465,20 +491,24 @@ impl ModuleVisitor for Walk {
 /// A parameter that is not initialised declares the shape in which it is recorded. A column-layout
 /// `Linear` turns that around, and its load mapper shows how.
 fn true_shape<const D: usize>(param: &Param<Tensor<D>>) -> Vec<usize> {
-    if param.is_initialized() {
-        return param.shape().to_vec();
+    if param.is_initialized() || D == 0 {
+        return param.lazy_shape().to_vec();
     }
-    let declared = placeholder_value::<D>(&param.lazy_shape(), &param.lazy_device());
+    let declared = placeholder_value::<D>(&param.lazy_shape(), &param.lazy_device(), DType::F32);
     let loaded = param.clone().transform_for_load(declared, param.id);
     loaded.shape().to_vec()
 }
 
 /// A tensor of this shape that holds one NaN.
-pub(crate) fn placeholder_value<const D: usize>(shape: &Shape, device: &Device) -> Tensor<D> {
+pub(crate) fn placeholder_value<const D: usize>(
+    shape: &Shape,
+    device: &Device,
+    dtype: DType,
+) -> Tensor<D> {
     if shape.num_elements() == 0 {
-        return Tensor::zeros(shape.clone(), device);
+        return Tensor::zeros(shape.clone(), (device, dtype));
     }
-    Tensor::<D>::full([1; D], f32::NAN, device).expand(shape.clone())
+    Tensor::<D>::full([1; D], f32::NAN, (device, dtype)).expand(shape.clone())
 }
 
 /// A reparameterization that does nothing, to see who keeps it.

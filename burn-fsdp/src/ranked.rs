@@ -35,7 +35,6 @@ macro_rules! ranked_param {
 }
 
 ranked_param!(
-    R0 = 0,
     R1 = 1,
     R2 = 2,
     R3 = 3,
@@ -50,7 +49,6 @@ ranked_param!(
 macro_rules! with_param {
     ($ranked:expr, $param:ident => $body:expr) => {
         match $ranked {
-            RankedParam::R0($param) => $body,
             RankedParam::R1($param) => $body,
             RankedParam::R2($param) => $body,
             RankedParam::R3($param) => $body,

@@ -14,7 +14,7 @@ use crate::Result;
 use crate::board::{AfterForward, Context, UnitSpec};
 use crate::comm::Call;
 use crate::plan::ROOT;
-use crate::unit::{Reduced, Unit};
+use crate::unit::{Reduced, Unit, Which};
 
 /// Something a unit did, for those who want to see the order. See
 /// [`FsdpModule::record_events`](crate::FsdpModule::record_events).
@@ -57,6 +57,15 @@ pub(crate) struct Switches {
     pub(crate) gradient_sync: bool,
     pub(crate) all_reduce: bool,
     pub(crate) reshard_after_backward: bool,
+    /// Guards alive that hold gradient sync off.
+    pub(crate) no_sync_guards: usize,
+}
+
+impl Switches {
+    /// Whether backward reduces.
+    pub(crate) fn syncs(&self) -> bool {
+        self.gradient_sync && self.no_sync_guards == 0
+    }
 }
 
 impl Default for Switches {
@@ -65,6 +74,37 @@ impl Default for Switches {
             gradient_sync: true,
             all_reduce: true,
             reshard_after_backward: true,
+            no_sync_guards: 0,
+        }
+    }
+}
+
+/// One rank's account of a forward. All numbers, so that it goes between ranks as bytes.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Usage {
+    pub(crate) hand_outs: Vec<u64>,
+    pub(crate) regrouped: Vec<u64>,
+    pub(crate) all_reduce: u64,
+    pub(crate) held: u64,
+}
+
+impl Usage {
+    pub(crate) fn to_bytes(&self) -> Vec<u8> {
+        let last = [self.all_reduce, self.held];
+        let numbers = self.hand_outs.iter().chain(&self.regrouped).chain(&last);
+        numbers.flat_map(|number| number.to_le_bytes()).collect()
+    }
+
+    /// The reverse of [`to_bytes`](Self::to_bytes), for modules of equal structure.
+    pub(crate) fn from_bytes(bytes: &[u8]) -> Self {
+        let number = |chunk: &[u8]| u64::from_le_bytes(chunk.try_into().expect("eight bytes"));
+        let numbers: Vec<u64> = bytes.chunks_exact(8).map(number).collect();
+        let units = (numbers.len() - 2) / 2;
+        Self {
+            hand_outs: numbers[..units].to_vec(),
+            regrouped: numbers[units..2 * units].to_vec(),
+            all_reduce: numbers[2 * units],
+            held: numbers[2 * units + 1],
         }
     }
 }
@@ -88,6 +128,12 @@ pub(crate) struct Schedule {
     /// What the user wants gathered ahead of a unit.
     pub(crate) explicit_prefetch: HashMap<(Phase, usize), Vec<usize>>,
     pub(crate) pass: u64,
+    /// The first pass since the last backward.
+    first_pass: u64,
+    /// Whether ranks have agreed on the backward under way.
+    pub(crate) agreed: bool,
+    /// Backwards without sync since the last with.
+    pub(crate) held: u64,
     /// Units whose hand-outs differ between ranks in the backward under way.
     pub(crate) deferred: Vec<bool>,
     pub(crate) events: Option<Vec<Event>>,
@@ -111,6 +157,9 @@ impl Schedule {
             followed_by: HashMap::new(),
             explicit_prefetch: HashMap::new(),
             pass: 0,
+            first_pass: 0,
+            agreed: false,
+            held: 0,
             events: None,
         }
     }
@@ -123,6 +172,9 @@ impl Schedule {
         self.previous = None;
         self.awaited.fill(false);
         self.pass += 1;
+        self.first_pass = self.pass;
+        self.agreed = false;
+        self.deferred.fill(false);
         for unit in &mut self.units {
             if unit.drop_stale() {
                 log::warn!(
@@ -152,6 +204,13 @@ impl Schedule {
             self.pass += 1;
         }
         self.pass
+    }
+
+    /// Whether the gradients of a complete pass can be reduced at once. Ranks agree on the passes of
+    /// the last forward only.
+    pub(crate) fn reduces_at_once(&self, unit: usize, pass: u64) -> bool {
+        let is_agreed_on = !self.agreed || pass >= self.first_pass;
+        is_agreed_on && !self.deferred[unit]
     }
 
     /// Whether the unit outlives the use of others in this phase.
@@ -246,29 +305,37 @@ impl Schedule {
         unit: usize,
         passes: &[u64],
         members: &[usize],
+        pass: Option<u64>,
         context: &Context,
     ) -> Result<Vec<Reduced>> {
-        let all_reduce = self.switches.all_reduce;
-        let reduced = self.units[unit].reduce(context, passes, members, all_reduce)?;
+        let which = Which {
+            pass: pass.map(|pass| pass.wrapping_sub(self.first_pass)),
+            all_reduce: self.switches.all_reduce,
+        };
+        let reduced = self.units[unit].reduce(context, passes, members, which)?;
         self.record(unit, |unit| Event::Reduce { unit });
         Ok(reduced)
     }
 
-    /// One word a unit that tells its hand-outs from others, and one byte for the switches.
-    pub(crate) fn usage(&self) -> Vec<u8> {
-        let mut message = Vec::with_capacity(self.units.len() * 8 + 1);
-        for unit in &self.units {
+    /// What ranks compare before backward: for each unit, what tells its hand-outs in the last
+    /// forward from others, and whether it was regrouped; then what must be equal.
+    pub(crate) fn usage(&self) -> Usage {
+        let usage_of = |unit: &Unit| {
             let mut hasher = DefaultHasher::new();
-            for pass in unit.passes() {
-                pass.id.hash(&mut hasher);
+            for pass in unit.passes().iter().filter(|p| p.id >= self.first_pass) {
+                (pass.id - self.first_pass).hash(&mut hasher);
                 let counts = pass.members.iter().map(|member| member.handed_out);
                 counts.collect::<Vec<_>>().hash(&mut hasher);
             }
             unit.trainable().hash(&mut hasher);
-            message.extend(hasher.finish().to_le_bytes());
+            hasher.finish()
+        };
+        Usage {
+            hand_outs: self.units.iter().map(usage_of).collect(),
+            regrouped: self.units.iter().map(|u| u.is_regrouped().into()).collect(),
+            all_reduce: self.switches.all_reduce.into(),
+            held: self.held,
         }
-        message.push(self.switches.all_reduce.into());
-        message
     }
 
     pub(crate) fn reduce_rest(&mut self, context: &Context) -> Result<Vec<UnitGradient>> {
@@ -297,7 +364,7 @@ impl Schedule {
                 continue;
             }
             let passes = self.units[unit].arrived_passes();
-            let reduced = self.reduce(unit, &passes, &members, context)?;
+            let reduced = self.reduce(unit, &passes, &members, None, context)?;
             let with_unit = |reduced| UnitGradient { unit, reduced };
             gradients.extend(reduced.into_iter().map(with_unit));
         }

@@ -22,8 +22,9 @@
 
 use std::collections::HashMap;
 use std::fmt;
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, OnceLock, Weak};
+use std::sync::{Arc, Weak};
 
 use burn::backend::autodiff::NodeId;
 use burn::tensor::{Shape, Tensor};
@@ -34,9 +35,17 @@ use crate::comm::{Call, CollectiveCounts, GatherInput, GatherSource};
 use crate::memory::MemoryStats;
 use crate::plan::ShardingPlan;
 use crate::ranked::RankedParam;
-use crate::schedule::{Event, Phase, Schedule, Switches, UnitGradient};
+use crate::schedule::{Event, Phase, Schedule, Switches, UnitGradient, Usage};
 use crate::unit::{Reduced, Unit};
 use crate::{FsdpError, Result};
+
+/// What the graph keeps of a hand-out.
+#[derive(Clone, Debug)]
+pub(crate) struct HandOut {
+    pass: u64,
+    generation: u64,
+    _owed: Arc<()>,
+}
 
 /// The state of one sharded module on one rank.
 pub(crate) struct FsdpState {
@@ -48,9 +57,9 @@ pub(crate) struct FsdpState {
     tied: Mutex<HashMap<(usize, usize), RankedParam>>,
     /// What other ranks may gather from while this one waits.
     boards: Vec<(Arc<UnitSpec>, Arc<Mutex<ShardBoard>>)>,
-    /// This module's number with the engine.
-    module: OnceLock<u64>,
-    own: Weak<Self>,
+    /// The number under which ranks know this module.
+    module: u64,
+    copies: AtomicU64,
     schedule: Mutex<Schedule>,
 }
 
@@ -69,30 +78,46 @@ impl FsdpState {
         specs: Vec<Arc<UnitSpec>>,
         prefetch: bool,
     ) -> Arc<Self> {
-        Self::with_schedule(plan, context, Schedule::new(specs, prefetch))
+        let module = context.mesh.group().next_module();
+        Self::with_schedule(plan, context, Schedule::new(specs, prefetch), module)
     }
 
-    fn with_schedule(plan: Arc<ShardingPlan>, context: Context, schedule: Schedule) -> Arc<Self> {
+    fn with_schedule(
+        plan: Arc<ShardingPlan>,
+        context: Context,
+        schedule: Schedule,
+        module: u64,
+    ) -> Arc<Self> {
         let board = |unit: &Unit| (unit.spec.clone(), unit.board().clone());
-        Arc::new_cyclic(|own| Self {
+        let state = Arc::new(Self {
             plan,
             context,
             module_calls: AtomicU64::new(0),
             new_ids: AtomicBool::new(false),
             tied: Default::default(),
             boards: schedule.units.iter().map(board).collect(),
-            module: OnceLock::new(),
-            own: own.clone(),
+            module,
+            copies: AtomicU64::new(0),
             schedule: Mutex::new(schedule),
-        })
+        });
+        let engine = state.context.mesh.shard_group().engine();
+        // Bound first: a weak pointer to the type becomes one to the trait.
+        let source: Weak<Self> = Arc::downgrade(&state);
+        engine.register(module, source);
+        state
     }
 
-    /// A state of the same kind for a copy of the module, without shards yet.
+    /// A state of the same kind for a copy of the module, without shards yet. Ranks know it as the
+    /// n-th copy of this module, so all must make the same copies.
     pub(crate) fn for_copy(&self) -> Arc<Self> {
         let own = self.schedule.lock();
         let specs = own.units.iter().map(|unit| unit.spec.clone()).collect();
         let mut schedule = Schedule::new(specs, own.prefetch);
         schedule.explicit_prefetch = own.explicit_prefetch.clone();
+        schedule.switches = Switches {
+            no_sync_guards: 0,
+            ..own.switches
+        };
         let context = Context {
             mesh: self.context.mesh.clone(),
             average: self.context.average,
@@ -101,16 +126,10 @@ impl FsdpState {
             memory: Default::default(),
             counters: Default::default(),
         };
-        Self::with_schedule(self.plan.clone(), context, schedule)
-    }
-
-    /// The number of this module with the engine. A module gets one when it is sharded, a copy when
-    /// it is first used, so that a copy made on one rank only does not upset the count.
-    pub(crate) fn module(&self) -> u64 {
-        *self.module.get_or_init(|| {
-            let engine = self.context.mesh.shard_group().engine();
-            engine.register(self.own.clone())
-        })
+        let mut number = DefaultHasher::new();
+        let nth = self.copies.fetch_add(1, Ordering::Relaxed);
+        (self.module, nth, "copy").hash(&mut number);
+        Self::with_schedule(self.plan.clone(), context, schedule, number.finish())
     }
 
     // ---- shards
@@ -160,14 +179,43 @@ impl FsdpState {
         self.module_calls.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Notes that a tracked parameter goes into the graph as `node`; the pass it belongs to.
-    pub(crate) fn hand_out(&self, unit: usize, member: usize, node: NodeId) -> u64 {
+    /// Notes that a tracked parameter goes into the graph as `node`; what the graph is to keep.
+    pub(crate) fn hand_out(&self, unit: usize, member: usize, node: NodeId) -> HandOut {
         let call = self.module_calls.load(Ordering::Relaxed);
         let mut schedule = self.schedule.lock();
         schedule.enter_forward();
         let pass = schedule.pass_for(unit, member, call);
-        schedule.units[unit].hand_out(pass, member, node, call);
-        pass
+        HandOut {
+            pass,
+            generation: self.generation(unit),
+            _owed: schedule.units[unit].hand_out(pass, member, node, call),
+        }
+    }
+
+    /// How often the unit's shards have been replaced.
+    pub(crate) fn generation(&self, unit: usize) -> u64 {
+        self.boards[unit].1.lock().generation
+    }
+
+    /// An error if the unit's shards are not those that a forward has used.
+    fn check_generation(&self, unit: usize, forward: u64) -> Result<()> {
+        if self.generation(unit) == forward {
+            return Ok(());
+        }
+        Err(FsdpError::UpdatedBeforeBackward {
+            unit: self.plan.units()[unit].name.clone(),
+        })
+    }
+
+    /// As [`full`](Self::full), in the backward of a forward that used this generation of shards.
+    pub(crate) fn full_again(
+        &self,
+        unit: usize,
+        member: usize,
+        generation: u64,
+    ) -> Result<Tensor<1>> {
+        self.check_generation(unit, generation)?;
+        self.full(unit, member, Phase::Backward)
     }
 
     /// A member's full parameter, flat, unsharding its unit first. All ranks must ask in the same
@@ -178,21 +226,23 @@ impl FsdpState {
             Phase::Forward => schedule.enter_forward(),
             Phase::Backward => schedule.enter_backward(),
         }
-        schedule.make_room(unit, &self.context, self.module())?;
+        schedule.make_room(unit, &self.context, self.module)?;
         let was_unsharded = schedule.units[unit].is_unsharded();
-        let full = schedule.units[unit].unsharded(&self.context, self.module(), member)?;
+        let full = schedule.units[unit].unsharded(&self.context, self.module, member)?;
         if !was_unsharded {
             schedule.record(unit, |unit| Event::Unshard { unit });
         }
-        schedule.gather_ahead(unit, &self.context, self.module())?;
+        schedule.gather_ahead(unit, &self.context, self.module)?;
         Ok(full)
     }
 
     pub(crate) fn unshard(&self, unit: usize) -> Result<()> {
         let mut schedule = self.schedule.lock();
-        if !schedule.units[unit].is_empty() {
-            schedule.units[unit].unsharded(&self.context, self.module(), 0)?;
+        if schedule.units[unit].is_empty() || schedule.units[unit].is_unsharded() {
+            return Ok(());
         }
+        schedule.units[unit].unsharded(&self.context, self.module, 0)?;
+        schedule.record(unit, |unit| Event::Unshard { unit });
         Ok(())
     }
 
@@ -211,18 +261,20 @@ impl FsdpState {
         &self,
         unit: usize,
         member: usize,
-        pass: u64,
+        hand_out: &HandOut,
         gradient: Tensor<1>,
     ) -> Result<Vec<Reduced>> {
+        self.check_generation(unit, hand_out.generation)?;
+        let pass = hand_out.pass;
         let mut schedule = self.schedule.lock();
         schedule.enter_backward();
         let complete = schedule.units[unit].take_gradient(pass, member, gradient);
-        if !complete || schedule.deferred[unit] {
+        if !complete || !schedule.reduces_at_once(unit, pass) {
             return Ok(Vec::new());
         }
-        let reduced = if schedule.switches.gradient_sync {
+        let reduced = if schedule.switches.syncs() {
             let members = schedule.units[unit].trainable();
-            schedule.reduce(unit, &[pass], &members, &self.context)?
+            schedule.reduce(unit, &[pass], &members, Some(pass), &self.context)?
         } else {
             schedule.units[unit].accumulate(pass);
             Vec::new()
@@ -236,31 +288,38 @@ impl FsdpState {
     pub(crate) fn begin_backward(&self) -> Result<()> {
         let mut schedule = self.schedule.lock();
         schedule.deferred.fill(false);
-        if !schedule.switches.gradient_sync {
+        schedule.agreed = schedule.switches.syncs();
+        if !schedule.agreed {
             return Ok(());
         }
-        let message = schedule.usage();
         let call = Call::new("agreement", "the parameters used in forward");
-        let group = self.context.mesh.group();
-        let all = group.engine().exchange(call, message)?;
-        let word = |message: &[u8], i: usize| message[i * 8..(i + 1) * 8].to_vec();
-        let units = schedule.units.len();
-        for (i, deferred) in schedule.deferred.iter_mut().enumerate() {
-            *deferred = all.iter().any(|m| word(m, i) != word(&all[0], i));
+        let engine = self.context.mesh.group().engine();
+        let all = engine.exchange(call, schedule.usage().to_bytes())?;
+        let all: Vec<Usage> = all.iter().map(|bytes| Usage::from_bytes(bytes)).collect();
+        check_equal("set_requires_all_reduce", &all, |usage| usage.all_reduce)?;
+        check_equal(
+            "set_requires_gradient_sync (backwards without sync since the last with)",
+            &all,
+            |usage| usage.held,
+        )?;
+        for unit in 0..schedule.units.len() {
+            let differs = |of: fn(&Usage) -> &[u64]| {
+                all.iter().any(|usage| of(usage)[unit] != of(&all[0])[unit])
+            };
+            schedule.deferred[unit] = differs(|usage| &usage.hand_outs);
+            if differs(|usage| &usage.regrouped) {
+                schedule.units[unit].forget_regrouped();
+            }
         }
-        // The switches stand behind the units.
-        match all
+        let deferred = schedule
+            .deferred
             .iter()
-            .position(|m| m[units * 8..] != all[0][units * 8..])
-        {
-            None => Ok(()),
-            Some(rank) => Err(FsdpError::RanksDisagree {
-                what: "set_requires_all_reduce".to_string(),
-                rank,
-                expected: format!("{}", all[0][units * 8] == 1),
-                got: format!("{}", all[rank][units * 8] == 1),
-            }),
+            .filter(|deferred| **deferred)
+            .count();
+        if deferred > 0 {
+            log::debug!("{deferred} units are reduced after backward: ranks use them differently");
         }
+        Ok(())
     }
 
     /// Reduces every gradient that is left, in one order on all ranks, and reshards. All ranks must
@@ -269,13 +328,16 @@ impl FsdpState {
     pub(crate) fn finish_backward(&self) -> Result<Vec<UnitGradient>> {
         let mut schedule = self.schedule.lock();
         schedule.enter_backward();
-        let gradients = if schedule.switches.gradient_sync {
+        let gradients = if schedule.switches.syncs() {
+            schedule.held = 0;
             schedule.reduce_rest(&self.context)?
         } else {
+            schedule.held += 1;
             schedule.keep_rest();
             Vec::new()
         };
         schedule.deferred.fill(false);
+        schedule.agreed = false;
         for unit in 0..schedule.units.len() {
             schedule.after_backward(unit);
         }
@@ -295,10 +357,6 @@ impl FsdpState {
     }
 
     // ---- settings and figures
-
-    pub(crate) fn switches(&self) -> Switches {
-        self.schedule.lock().switches
-    }
 
     pub(crate) fn set_switches(&self, change: impl FnOnce(&mut Switches)) {
         change(&mut self.schedule.lock().switches);
@@ -333,6 +391,21 @@ impl FsdpState {
 
     pub(crate) fn collectives(&self) -> CollectiveCounts {
         self.context.counters.counts()
+    }
+}
+
+fn check_equal(what: &str, all: &[Usage], number: impl Fn(&Usage) -> u64) -> Result<()> {
+    match all
+        .iter()
+        .position(|usage| number(usage) != number(&all[0]))
+    {
+        None => Ok(()),
+        Some(rank) => Err(FsdpError::RanksDisagree {
+            what: what.to_string(),
+            rank,
+            expected: number(&all[0]).to_string(),
+            got: number(&all[rank]).to_string(),
+        }),
     }
 }
 

@@ -9,7 +9,7 @@ use std::fmt;
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::tensor::{Bool, DType, Int, Shape, Tensor, TensorData};
 
-use crate::buffers::broadcast_data;
+use crate::buffers::{broadcast_data, with_value};
 use crate::comm::{Call, GatherInput};
 use crate::fully_shard::{lift, scatter};
 use crate::path::{PathStack, follow_path};
@@ -131,7 +131,7 @@ impl<M: Module> FsdpModule<M> {
     }
 
     /// Loads rank 0's full state dict into the shards; what other ranks pass is ignored. Ids and
-    /// what is trained stay as they are.
+    /// what is trained stay as they are. A tied parameter may be there under any of its names.
     ///
     /// All ranks must call this, in the same order. Beside its state dict a rank holds one full
     /// parameter at a time.
@@ -145,8 +145,11 @@ impl<M: Module> FsdpModule<M> {
         dict: StateDict,
         mode: LoadMode,
     ) -> Result<(Self, LoadReport)> {
-        let group = self.mesh().group().clone();
-        let is_source = group.rank() == 0;
+        let is_source = self.mesh().group().rank() == 0;
+        let mut dict = dict;
+        if is_source {
+            fill_in_tied(&self, &mut dict);
+        }
         let offered = broadcast_kinds(&self, &dict)?;
         let report = compare(&self, &offered);
         if mode == LoadMode::Strict && !report.is_exact() {
@@ -169,6 +172,19 @@ impl<M: Module> FsdpModule<M> {
 /// The shape and dtype of a tensor as text, to compare and to show.
 fn kind(shape: &[usize], dtype: DType) -> String {
     format!("{dtype:?} {shape:?}")
+}
+
+/// Offers a tied parameter under all of its names, if it is offered under any. Where the names have
+/// different values, the first in traversal order has its way.
+fn fill_in_tied<M>(model: &FsdpModule<M>, dict: &mut StateDict) {
+    for names in model.plan().tied_names() {
+        let offered = names.iter().find_map(|name| dict.get(name)).cloned();
+        if let Some(value) = offered {
+            for name in names {
+                dict.insert(name, value.clone());
+            }
+        }
+    }
 }
 
 /// Rank 0's names and kinds, on every rank.
@@ -264,23 +280,23 @@ impl GatherFull<'_> {
             dict.insert(self.path.join(), data());
         }
     }
+}
 
-    /// The full parameter, flat. All ranks must call this.
-    fn gather(&self, path: &str, index: MemberIndex) -> Result<Tensor<1>> {
-        let shard = self.state.shard(index.unit, index.member)?;
-        let group = self.state.context.mesh.shard_group();
-        let param = &self.state.plan.units()[index.unit].params[index.member];
-        let input = GatherInput {
-            layout: param.layout(group.world_size()),
-            dtype: shard.dtype(),
-            shard,
-        };
-        let call = Call::new("all-gather", format!("parameter \"{path}\""))
-            .of(input.dtype, input.layout.full_len());
-        let engine = group.engine();
-        let work = engine.all_gather(call, None, vec![input], &Default::default())?;
-        Ok(work.wait()?.remove(0))
-    }
+/// A full parameter in its original dtype, flat. All ranks must call this.
+pub(crate) fn gather(state: &FsdpState, path: &str, index: MemberIndex) -> Result<Tensor<1>> {
+    let shard = state.shard(index.unit, index.member)?;
+    let group = state.context.mesh.shard_group();
+    let param = &state.plan.units()[index.unit].params[index.member];
+    let input = GatherInput {
+        layout: param.layout(group.world_size()),
+        dtype: shard.dtype(),
+        shard,
+    };
+    let inputs = vec![input];
+    let call = Call::gather(format!("parameter \"{path}\""), &inputs);
+    let engine = group.engine();
+    let work = engine.all_gather(call, None, inputs, &Default::default())?;
+    Ok(work.wait()?.remove(0))
 }
 
 impl ModuleVisitor for GatherFull<'_> {
@@ -295,7 +311,7 @@ impl ModuleVisitor for GatherFull<'_> {
             self.keep(|| param.transform_for_save().val().into_data());
             return;
         };
-        match self.gather(&path, index) {
+        match gather(self.state, &path, index) {
             Ok(flat) => self.keep(|| {
                 let full = flat.reshape::<D, _>(param.lazy_shape());
                 let full = param.clone().map(|_placeholder| full);
@@ -451,11 +467,9 @@ impl ModuleMapper for LoadFull<'_> {
                 param
             }
             None => param.map(|own| {
-                let device = own.device();
-                let dtype = own.dtype();
                 let trained = own.is_require_grad();
-                let data = self.whole(&path, own.into_data());
-                Tensor::from_data(data, (&device, dtype)).set_require_grad(trained)
+                let value: Tensor<D> = with_value!(own, self.whole(&path, own.to_data()));
+                value.set_require_grad(trained)
             }),
         }
     }
@@ -465,10 +479,7 @@ impl ModuleMapper for LoadFull<'_> {
         if !self.wants(&path) {
             return param;
         }
-        param.map(|own| {
-            let (device, dtype) = (own.device(), own.dtype());
-            Tensor::from_data(self.whole(&path, own.into_data()), (&device, dtype))
-        })
+        param.map(|own| with_value!(own, self.whole(&path, own.to_data())))
     }
 
     fn map_bool<const D: usize>(
@@ -479,10 +490,7 @@ impl ModuleMapper for LoadFull<'_> {
         if !self.wants(&path) {
             return param;
         }
-        param.map(|own| {
-            let (device, dtype) = (own.device(), own.dtype());
-            Tensor::from_data(self.whole(&path, own.into_data()), (&device, dtype))
-        })
+        param.map(|own| with_value!(own, self.whole(&path, own.to_data())))
     }
 }
 

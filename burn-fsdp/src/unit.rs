@@ -35,6 +35,14 @@ struct Regrouped {
     _counted: MemoryGuard,
 }
 
+/// Which reduction of a unit this is.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Which {
+    /// The pass, counted from the first of this forward; none for what is left at the end.
+    pub(crate) pass: Option<u64>,
+    pub(crate) all_reduce: bool,
+}
+
 /// A reduced gradient of a member.
 #[derive(Debug)]
 pub(crate) struct Reduced {
@@ -155,8 +163,7 @@ impl Unit {
                 (context.mesh.shard_group(), Some(key), inputs)
             }
         };
-        let len = inputs.iter().map(|input| input.layout.full_len()).sum();
-        let call = Call::new("all-gather", self.subject()).of(inputs[0].dtype, len);
+        let call = Call::gather(self.subject(), &inputs);
         if group.world_size() > 1 {
             Counters::bump(&context.counters.all_gathers);
         }
@@ -218,6 +225,15 @@ impl Unit {
         Ok(())
     }
 
+    pub(crate) fn is_regrouped(&self) -> bool {
+        self.regrouped.is_some()
+    }
+
+    /// Gathers over all shard ranks the next time, not over the subgroup.
+    pub(crate) fn forget_regrouped(&mut self) {
+        self.regrouped = None;
+    }
+
     /// Lets go of the full parameters, whatever the policy.
     pub(crate) fn free(&mut self) {
         self.unsharded = Unsharded::No;
@@ -235,17 +251,22 @@ impl Unit {
         &self.passes
     }
 
-    /// Notes that a tracked member's full parameter goes into the graph.
-    pub(crate) fn hand_out(&mut self, pass: u64, member: usize, node: NodeId, call: u64) {
-        self.pass_mut(pass).hand_out(member, node, call);
+    /// Notes that a tracked member's full parameter goes into the graph; to be kept there.
+    pub(crate) fn hand_out(
+        &mut self,
+        pass: u64,
+        member: usize,
+        node: NodeId,
+        call: u64,
+    ) -> Arc<()> {
+        self.pass_mut(pass).hand_out(member, node, call)
     }
 
     fn pass_mut(&mut self, id: u64) -> &mut Pass {
         let found = self.passes.iter().position(|pass| pass.id == id);
         let i = found.unwrap_or_else(|| {
-            if self.passes.len() == PASSES_KEPT {
-                self.passes.remove(0);
-            }
+            self.passes
+                .retain(|pass| pass.arrived > 0 || pass.is_owed());
             self.passes.push(Pass::new(id, self.spec.members.len()));
             self.passes.len() - 1
         });
@@ -344,9 +365,12 @@ impl Unit {
         context: &Context,
         passes: &[u64],
         members: &[usize],
-        all_reduce: bool,
+        which: Which,
     ) -> Result<Vec<Reduced>> {
-        let mut gradients: Vec<_> = self.accumulated.iter_mut().map(Option::take).collect();
+        let mut gradients: Vec<_> = (0..self.accumulated.len()).map(|_| None).collect();
+        for &member in members {
+            gradients[member] = self.accumulated[member].take();
+        }
         let mut nodes = vec![None; gradients.len()];
         for &pass in passes {
             for (member, taken) in self.collect(pass).into_iter().enumerate() {
@@ -363,9 +387,9 @@ impl Unit {
         for &member in members {
             contributions.push((member, gradients[member].take()));
         }
-        let shards = self.reduce_scatter(context, contributions)?;
+        let shards = self.reduce_scatter(context, contributions, which)?;
         let shards = match context.mesh.replicate_group() {
-            Some(group) => self.all_reduce(context, group, members, shards, all_reduce)?,
+            Some(group) => self.all_reduce(context, group, members, shards, which)?,
             None => Some(shards),
         };
         let reduced = members.iter().zip(shards.into_iter().flatten());
@@ -382,6 +406,7 @@ impl Unit {
         &self,
         context: &Context,
         contributions: Vec<(usize, Option<Tensor<1>>)>,
+        which: Which,
     ) -> Result<Vec<Tensor<1>>> {
         let group = context.mesh.shard_group();
         let more_to_come = context.mesh.replicate_group().is_some();
@@ -404,7 +429,7 @@ impl Unit {
         if group.world_size() > 1 {
             Counters::bump(&context.counters.reduce_scatters);
         }
-        self.run(group, "reduce-scatter", inputs, context.average)
+        self.run(group, "reduce-scatter", inputs, context.average, which)
     }
 
     /// `None` while all-reduce is off.
@@ -414,14 +439,14 @@ impl Unit {
         group: &ProcessGroup,
         members: &[usize],
         shards: Vec<Tensor<1>>,
-        all_reduce: bool,
+        which: Which,
     ) -> Result<Option<Vec<Tensor<1>>>> {
         let mut inputs = Vec::with_capacity(members.len());
         for (&member, shard) in members.iter().zip(shards) {
             let reduce_dtype = self.reduce_dtype(member);
             let kept = self.partial[member].take();
             let shard = sum(kept, shard, reduce_dtype);
-            if !all_reduce {
+            if !which.all_reduce {
                 self.partial[member] = Some(shard);
                 continue;
             }
@@ -436,7 +461,7 @@ impl Unit {
                 out_dtype: self.dtype(member)?,
             });
         }
-        if !all_reduce {
+        if !which.all_reduce {
             return Ok(None);
         }
         // A custom factor has been applied once already.
@@ -445,7 +470,8 @@ impl Unit {
             GradientAverage::Sum | GradientAverage::Factor(_) => GradientAverage::Sum,
         };
         Counters::bump(&context.counters.all_reduces);
-        self.run(group, "all-reduce", inputs, average).map(Some)
+        self.run(group, "all-reduce", inputs, average, which)
+            .map(Some)
     }
 
     fn run(
@@ -454,12 +480,18 @@ impl Unit {
         op: &'static str,
         inputs: Vec<ReduceInput>,
         average: GradientAverage,
+        which: Which,
     ) -> Result<Vec<Tensor<1>>> {
         let Some(first) = inputs.first() else {
             return Ok(Vec::new());
         };
         let len = inputs.iter().map(|input| input.layout.full_len()).sum();
-        let call = Call::new(op, self.subject()).of(first.reduce_dtype, len);
+        let kinds = inputs
+            .iter()
+            .map(|i| (&i.layout, i.reduce_dtype, i.out_dtype));
+        let call = Call::new(op, self.subject())
+            .of(first.reduce_dtype, len)
+            .with_detail((which.pass, kinds.collect::<Vec<_>>()));
         let reduction = Reduction::new(average, group.world_size(), first.reduce_dtype);
         group.engine().reduce(call, inputs, reduction)
     }
@@ -471,10 +503,6 @@ impl Unit {
         }
     }
 }
-
-/// Passes of a unit kept for a backward that may still come. A forward of training parameters whose
-/// loss is dropped leaves its pass behind; this bounds how many.
-const PASSES_KEPT: usize = 64;
 
 /// The sum, in `dtype`; the tensor as it is where there is nothing to add it to.
 fn sum(a: Option<Tensor<1>>, b: Tensor<1>, dtype: DType) -> Tensor<1> {

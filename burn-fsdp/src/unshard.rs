@@ -38,7 +38,7 @@ use burn::backend::{
 use burn::tensor::{Shape, Tensor};
 
 use crate::schedule::Phase;
-use crate::state::FsdpState;
+use crate::state::{FsdpState, HandOut};
 use crate::{FsdpError, Result, order};
 
 /// Unshards a parameter. All ranks must call this for the same units, in the same order.
@@ -74,7 +74,14 @@ impl MemberHandle {
     where
         DispatchTensor: DispatchKindConversion<B>,
     {
-        let flat = or_panic(self.state.full(self.unit, self.member, phase));
+        self.shaped::<B>(or_panic(self.state.full(self.unit, self.member, phase)))
+    }
+
+    /// A flat full parameter as a primitive in its own shape.
+    fn shaped<B: Backend>(&self, flat: Tensor<1>) -> FloatTensor<B>
+    where
+        DispatchTensor: DispatchKindConversion<B>,
+    {
         let params = &self.state.plan.units()[self.unit].params;
         let shape = Shape::from(params[self.member].shape.clone());
         let flat = flat
@@ -105,6 +112,7 @@ where
         let rung = order::next_rung::<B>(&shard.primitive().device());
         let retro = Regather::<B> {
             leaf: shard.id(),
+            generation: member.state.generation(member.unit),
             member: member.clone(),
             backend: std::marker::PhantomData,
         };
@@ -126,8 +134,8 @@ where
                     unit,
                     member: index,
                 } = &member;
-                let pass = state.hand_out(*unit, *index, shard.id());
-                operation.finish(HandedOut { member, pass }, full)
+                let hand_out = state.hand_out(*unit, *index, shard.id());
+                operation.finish(HandedOut { member, hand_out }, full)
             }
             OpsKind::UnTracked(operation) => operation.finish(full),
         }
@@ -138,6 +146,7 @@ where
 #[derive(Debug, Clone)]
 struct Regather<B: Backend> {
     leaf: NodeId,
+    generation: u64,
     member: MemberHandle,
     backend: std::marker::PhantomData<B>,
 }
@@ -150,14 +159,20 @@ where
         // The shard itself is the unit's to read; this only settles Burn's count of uses.
         states.get_state::<FloatTensor<B>>(&self.leaf);
         order::backward_seen();
-        states.save(out, self.member.full::<B>(Phase::Backward));
+        let MemberHandle {
+            state,
+            unit,
+            member,
+        } = &self.member;
+        let flat = or_panic(state.full_again(*unit, *member, self.generation));
+        states.save(out, self.member.shaped::<B>(flat));
     }
 }
 
 #[derive(Clone, Debug)]
 struct HandedOut {
     member: MemberHandle,
-    pass: u64,
+    hand_out: HandOut,
 }
 
 #[derive(Debug)]
@@ -176,7 +191,7 @@ where
         _checkpointer: &mut Checkpointer,
     ) {
         order::backward_seen();
-        let HandedOut { member, pass } = ops.state;
+        let HandedOut { member, hand_out } = ops.state;
         let gradient = grads.consume::<B>(&ops.node);
         let flat = B::float_reshape(
             gradient.clone(),
@@ -185,7 +200,7 @@ where
         drop(gradient);
         let flat = Tensor::<1>::from_primitive::<B>(flat);
         let (state, unit) = (&member.state, member.unit);
-        let reduced = or_panic(state.take_gradient(unit, member.member, pass, flat));
+        let reduced = or_panic(state.take_gradient(unit, member.member, &hand_out, flat));
         for reduced in reduced {
             let node = reduced
                 .node

@@ -11,31 +11,20 @@ use parking_lot::Mutex;
 use crate::memory::MemoryGuard;
 
 /// Freed buffers by size, so that a unit finds the memory of the last step again instead of asking
-/// the operating system for fresh pages. It never holds more than was in use at once.
+/// the operating system for fresh pages.
 #[derive(Debug, Default)]
 pub(crate) struct BufferPool {
-    free: Mutex<HashMap<usize, Vec<Box<[u128]>>>>,
+    free: Mutex<HashMap<usize, Vec<Words>>>,
 }
 
-impl BufferPool {
-    pub(crate) fn take(self: &Arc<Self>, len: usize) -> SharedBuffer {
-        let words = len.div_ceil(size_of::<u128>());
-        let recycled = self.free.lock().get_mut(&words).and_then(Vec::pop);
-        let words = recycled.unwrap_or_else(|| vec![0; words].into_boxed_slice());
-        SharedBuffer {
-            words: UnsafeCell::new(words),
-            len,
-            pool: self.clone(),
-        }
-    }
-}
+type Words = Box<[UnsafeCell<u128>]>;
 
 /// Memory that ranks write disjoint parts of, before any of them reads.
 #[derive(Debug)]
 pub(crate) struct SharedBuffer {
-    words: UnsafeCell<Box<[u128]>>,
+    words: Words,
     len: usize,
-    pool: Arc<BufferPool>,
+    pool: Option<Arc<BufferPool>>,
 }
 
 // SAFETY: concurrent access is through `slice_mut`, whose callers write disjoint ranges, and through
@@ -43,9 +32,20 @@ pub(crate) struct SharedBuffer {
 unsafe impl Sync for SharedBuffer {}
 
 impl SharedBuffer {
+    /// A buffer of `len` bytes, from the pool if there is one, to which it returns when dropped.
+    pub(crate) fn new(len: usize, pool: Option<&Arc<BufferPool>>) -> Self {
+        let words = len.div_ceil(size_of::<u128>());
+        let recycled = pool.and_then(|pool| pool.free.lock().get_mut(&words)?.pop());
+        Self {
+            words: recycled.unwrap_or_else(|| zeroed(words)),
+            len,
+            pool: pool.cloned(),
+        }
+    }
+
     fn as_ptr(&self) -> *mut u8 {
-        // SAFETY: only the pointer of the box is read; nothing replaces the box while it is shared.
-        unsafe { (*self.words.get()).as_ptr().cast_mut().cast() }
+        // A pointer to all cells, not to the first.
+        UnsafeCell::raw_get(self.words.as_ptr()).cast()
     }
 
     /// The bytes of `range`, for writing.
@@ -56,20 +56,24 @@ impl SharedBuffer {
     #[allow(clippy::mut_from_ref)] // The contract above is what makes it right.
     pub(crate) unsafe fn slice_mut(&self, range: Range<usize>) -> &mut [u8] {
         assert!(range.start <= range.end && range.end <= self.len);
-        // SAFETY: within the allocation, initialised by `BufferPool::take`, unaliased by contract.
+        // SAFETY: within the allocation, initialised by `new`, unaliased by contract.
         unsafe { std::slice::from_raw_parts_mut(self.as_ptr().add(range.start), range.len()) }
     }
 }
 
+fn zeroed(words: usize) -> Words {
+    // A plain vector of zeros costs no page until it is written.
+    let words = vec![0u128; words].into_boxed_slice();
+    // SAFETY: `UnsafeCell<u128>` has the layout of `u128`.
+    unsafe { Box::from_raw(Box::into_raw(words) as *mut [UnsafeCell<u128>]) }
+}
+
 impl Drop for SharedBuffer {
     fn drop(&mut self) {
-        let words = std::mem::take(self.words.get_mut());
-        self.pool
-            .free
-            .lock()
-            .entry(words.len())
-            .or_default()
-            .push(words);
+        if let Some(pool) = &self.pool {
+            let words = std::mem::take(&mut self.words);
+            pool.free.lock().entry(words.len()).or_default().push(words);
+        }
     }
 }
 
@@ -112,7 +116,7 @@ mod tests {
     #[test]
     fn parts_written_by_threads_are_read_as_one() {
         let pool = Arc::new(BufferPool::default());
-        let buffer = Arc::new(pool.take(40));
+        let buffer = Arc::new(SharedBuffer::new(40, Some(&pool)));
         std::thread::scope(|scope| {
             for part in 0..4u8 {
                 let buffer = &buffer;
@@ -136,7 +140,8 @@ mod tests {
     #[test]
     fn a_dropped_buffer_is_taken_again() {
         let pool = Arc::new(BufferPool::default());
-        let first = pool.take(100).as_ptr();
-        assert_eq!(pool.take(97).as_ptr(), first);
+        let take = |len| SharedBuffer::new(len, Some(&pool)).as_ptr();
+        let first = take(100);
+        assert_eq!(take(97), first);
     }
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use burn::tensor::Tensor;
 
 use super::GatherInput;
-use super::buffer::{BufferPool, FilledBuffer, SharedBuffer};
+use super::buffer::{FilledBuffer, SharedBuffer};
 use super::host;
 use crate::Result;
 use crate::memory::{MemoryCounter, MemoryGuard};
@@ -40,7 +40,7 @@ pub(super) fn cast_whole(input: GatherInput, memory: &Arc<MemoryCounter>) -> Res
         return Ok(input.shard);
     }
     let bytes = input.layout.full_len() * input.dtype.size();
-    let buffer = Arc::new(BufferPool::default()).take(bytes);
+    let buffer = SharedBuffer::new(bytes, None);
     {
         // SAFETY: the buffer is this function's own.
         let target = unsafe { buffer.slice_mut(0..bytes) };

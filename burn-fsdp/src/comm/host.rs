@@ -310,16 +310,10 @@ fn round_to<A: Accumulator>(values: &[A], dtype: DType) -> [A; BLOCK] {
     rounded
 }
 
-/// Sum over the elements of `|x|^p`, in f64.
-pub(crate) fn sum_of_powers(tensor: &Tensor<1>, p: i32) -> Result<f64> {
+/// The sum of `f(x)` over the elements, in f64.
+pub(crate) fn sum_of(tensor: &Tensor<1>, f: impl Fn(f64) -> f64) -> Result<f64> {
     let tensor = host(tensor)?;
-    Ok(
-        with_float!(tensor.dtype(), T => sum(slice::<T>(&tensor), |x| match p {
-            1 => x.abs(),
-            2 => x * x,
-            p => x.abs().powi(p),
-        })),
-    )
+    Ok(with_float!(tensor.dtype(), T => sum(slice::<T>(&tensor), f)))
 }
 
 /// The largest `|x|`; NaN if any element is.

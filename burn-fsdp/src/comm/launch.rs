@@ -120,6 +120,7 @@ impl LaunchConfig {
                 .map(|thread| thread.join().unwrap_or(None))
                 .collect()
         });
+        launch.end();
         if let Some(error) = first_error.into_inner() {
             return Err(error);
         }

@@ -10,7 +10,7 @@ use std::sync::{Arc, Weak};
 
 use burn::tensor::{Bytes, DType, Tensor};
 
-use super::buffer::FilledBuffer;
+use super::buffer::{FilledBuffer, SharedBuffer};
 use super::gather::{Buffers, cast_whole, full_bytes, write_shards};
 use super::host::{self, HostTensor, with_float};
 use super::rendezvous::{Group, Launch, Part, Seat, Ticket};
@@ -87,9 +87,9 @@ impl Engine for LocalEngine {
         self.0.rendezvous(call, message)
     }
 
-    fn register(&self, module: Weak<dyn GatherSource>) -> u64 {
-        let group = &self.0.group;
-        group.launch.register(group.ranks[self.0.rank], module)
+    fn register(&self, number: u64, module: Weak<dyn GatherSource>) {
+        let launch = &self.0.group.launch;
+        launch.register(self.0.launch_rank(), number, module);
     }
 
     fn all_gather(
@@ -99,17 +99,21 @@ impl Engine for LocalEngine {
         inputs: Vec<GatherInput>,
         memory: &Arc<MemoryCounter>,
     ) -> Result<Box<dyn GatherWork>> {
+        // The buffers of units come back every step, those of other gathers in all sizes.
+        let pool = key.map(|_| &self.0.group.pool);
         let make_buffers = || -> Part {
             let split = inputs.iter().filter(|input| !input.layout.is_whole());
-            let buffer = |input| Arc::new(self.0.group.pool.take(full_bytes(input)));
+            let buffer = |input| Arc::new(SharedBuffer::new(full_bytes(input), pool));
             Arc::new(split.map(buffer).collect::<Buffers>())
         };
-        let ticket = match key {
+        let (ticket, lacks_part) = match key {
             Some(key) => self.0.enter_gather(call, key, make_buffers)?,
-            None => self.0.enter(call, make_buffers)?,
+            None => (self.0.enter(call, make_buffers)?, true),
         };
         let buffers = ticket.common::<Buffers>();
-        write_shards(&buffers, &inputs, self.0.rank)?;
+        if lacks_part {
+            write_shards(&buffers, &inputs, self.0.rank)?;
+        }
         let mut tensors = Vec::with_capacity(inputs.len());
         let mut next_buffer = 0..;
         for input in inputs {
@@ -124,7 +128,9 @@ impl Engine for LocalEngine {
                 }
             });
         }
-        ticket.arrive(Arc::new(()));
+        if lacks_part {
+            ticket.arrive(Arc::new(()));
+        }
         Ok(Box::new(LocalGather {
             ticket,
             buffers,

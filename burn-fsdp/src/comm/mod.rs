@@ -15,10 +15,12 @@ mod gather;
 pub(crate) mod host;
 mod launch;
 mod local;
+mod open_gathers;
 mod rendezvous;
 
 use std::fmt;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
 
 use burn::tensor::{DType, Tensor};
@@ -98,6 +100,8 @@ pub(crate) struct Call {
     pub(crate) subject: Arc<str>,
     pub(crate) dtype: Option<DType>,
     pub(crate) len: usize,
+    /// Tells calls apart that look the same: the dtypes and layouts of all their tensors.
+    pub(crate) detail: u64,
 }
 
 impl Call {
@@ -107,7 +111,24 @@ impl Call {
             subject: subject.into(),
             dtype: None,
             len: 0,
+            detail: 0,
         }
+    }
+
+    /// An all-gather of these inputs, which are not none.
+    pub(crate) fn gather(subject: impl Into<Arc<str>>, inputs: &[GatherInput]) -> Self {
+        let len = inputs.iter().map(|input| input.layout.full_len()).sum();
+        let kinds = inputs.iter().map(|input| (&input.layout, input.dtype));
+        Self::new("all-gather", subject)
+            .of(inputs[0].dtype, len)
+            .with_detail(kinds.collect::<Vec<_>>())
+    }
+
+    pub(crate) fn with_detail(mut self, detail: impl Hash) -> Self {
+        let mut hasher = DefaultHasher::new();
+        (self.detail, detail).hash(&mut hasher);
+        self.detail = hasher.finish();
+        self
     }
 
     pub(crate) fn of(mut self, dtype: DType, len: usize) -> Self {
@@ -148,7 +169,7 @@ pub(crate) struct ReduceInput {
 /// Which all-gather of a module's unit this is. See [`Engine::all_gather`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct GatherKey {
-    /// The module, by the number that [`Engine::register`] gave it.
+    /// The number that the module is registered under.
     pub(crate) module: u64,
     pub(crate) unit: usize,
     /// How often the unit's shards have been replaced.
@@ -179,8 +200,8 @@ pub(crate) trait Engine: fmt::Debug + Send + Sync {
     /// Gives every rank all ranks' messages, in rank order. Lengths may differ.
     fn exchange(&self, call: Call, message: Vec<u8>) -> Result<Vec<Arc<Vec<u8>>>>;
 
-    /// Numbers a module, from 0 in the order of these calls, and remembers where its shards are.
-    fn register(&self, module: Weak<dyn GatherSource>) -> u64;
+    /// Remembers where a module has its shards. Its number is the same on all ranks.
+    fn register(&self, number: u64, module: Weak<dyn GatherSource>);
 
     /// Starts gathering. Unsharded bytes are counted on `memory` until the tensors are dropped.
     ///
@@ -264,6 +285,8 @@ impl Counters {
 pub struct ProcessGroup {
     engine: Arc<dyn Engine>,
     counters: Arc<Counters>,
+    /// Modules sharded over this group so far.
+    modules: Arc<AtomicU64>,
 }
 
 impl ProcessGroup {
@@ -271,11 +294,17 @@ impl ProcessGroup {
         Self {
             engine,
             counters: Default::default(),
+            modules: Default::default(),
         }
     }
 
     pub(crate) fn engine(&self) -> &dyn Engine {
         &*self.engine
+    }
+
+    /// A number for a module that all ranks are about to shard over this group.
+    pub(crate) fn next_module(&self) -> u64 {
+        self.modules.fetch_add(1, Ordering::Relaxed)
     }
 
     /// This rank's number, from 0.
@@ -350,16 +379,20 @@ impl ProcessGroup {
         let (len, dtype) = (tensor.dims()[0], tensor.dtype());
         check_dtype(dtype)?;
         Counters::bump(&self.counters.all_gathers);
-        let len_all = len * self.world_size();
         let input = GatherInput {
-            layout: ShardLayout::flat(len_all, Placement::Shard(0), self.world_size()),
+            layout: ShardLayout::flat(
+                len * self.world_size(),
+                Placement::Shard(0),
+                self.world_size(),
+            ),
             shard: detached(tensor),
             dtype,
         };
-        let call = Call::new("all-gather", "a tensor").of(dtype, len_all);
+        let inputs = vec![input];
+        let call = Call::gather("a tensor", &inputs);
         let work = self
             .engine
-            .all_gather(call, None, vec![input], &Default::default())?;
+            .all_gather(call, None, inputs, &Default::default())?;
         Ok(work.wait()?.remove(0))
     }
 

@@ -7,7 +7,8 @@
 //!
 //! Gathers of units are matched by unit, not by position. A rank that waits, for whatever it may
 //! be, first looks for gathers that lack its part and adds it. So a rank may skip a unit that
-//! others use: they get its shards when it next waits for them, at the latest before backward.
+//! others use: they get its shards when it next waits for them, at the latest before backward. See
+//! [`open_gathers`](super::open_gathers).
 //!
 //! # Note: deadlocks
 //!
@@ -25,6 +26,7 @@ use parking_lot::{Condvar, Mutex};
 
 use super::buffer::BufferPool;
 use super::gather::write_shards;
+use super::open_gathers::OpenGathers;
 use super::{Call, GatherKey, GatherSource};
 use crate::{FsdpError, Result};
 
@@ -42,17 +44,11 @@ pub(crate) struct Launch {
     failed: AtomicBool,
     returned: Vec<AtomicBool>,
     last_calls: Vec<Mutex<Option<Call>>>,
-    sources: Vec<Mutex<Sources>>,
-    open_gathers: Mutex<Vec<OpenGather>>,
+    /// Each rank's modules, by their number.
+    sources: Vec<Mutex<HashMap<u64, Weak<dyn GatherSource>>>>,
+    open_gathers: OpenGathers,
     sleepers: Mutex<Sleepers>,
     changed: Condvar,
-}
-
-/// The modules of one rank.
-#[derive(Default)]
-struct Sources {
-    registered: u64,
-    alive: HashMap<u64, Weak<dyn GatherSource>>,
 }
 
 /// Who sleeps, and since when. If all do and nothing has changed since, nothing ever will.
@@ -80,7 +76,7 @@ impl Launch {
             returned: (0..world_size).map(|_| AtomicBool::new(false)).collect(),
             last_calls: (0..world_size).map(|_| Mutex::new(None)).collect(),
             sources: (0..world_size).map(|_| Mutex::default()).collect(),
-            open_gathers: Mutex::default(),
+            open_gathers: OpenGathers::default(),
             sleepers: Mutex::new(Sleepers {
                 epoch: 0,
                 asleep_since: vec![None; world_size],
@@ -99,14 +95,11 @@ impl Launch {
             .collect()
     }
 
-    /// Remembers where a rank's module has its shards; the module's number.
-    pub(super) fn register(&self, rank: usize, module: Weak<dyn GatherSource>) -> u64 {
+    /// Remembers where a rank's module has its shards.
+    pub(super) fn register(&self, rank: usize, number: u64, module: Weak<dyn GatherSource>) {
         let mut sources = self.sources[rank].lock();
-        sources.alive.retain(|_, module| module.strong_count() > 0);
-        let number = sources.registered;
-        sources.registered += 1;
-        sources.alive.insert(number, module);
-        number
+        sources.retain(|_, module| module.strong_count() > 0);
+        sources.insert(number, module);
     }
 
     /// Records the first failure; whether this was it.
@@ -115,6 +108,12 @@ impl Launch {
         self.failed.store(true, Ordering::Release);
         self.notify();
         first
+    }
+
+    /// Fails with `cause`, unless it has failed already; what it failed with first.
+    fn fail_with(&self, cause: FsdpError) -> FsdpError {
+        self.fail(cause);
+        self.failure().expect("it has just failed").clone()
     }
 
     pub(crate) fn failure(&self) -> Option<&FsdpError> {
@@ -142,29 +141,23 @@ impl Launch {
 
     /// Adds `rank`'s part to the gathers that lack it; whether there were any.
     fn serve(&self, rank: usize) -> Result<bool> {
-        let lacking = |gather: &&OpenGather| gather.lacks(rank);
-        let open: Vec<_> = self
-            .open_gathers
-            .lock()
-            .iter()
-            .filter(lacking)
-            .cloned()
-            .collect();
-        let mut served = false;
-        for gather in open {
-            let sources = self.sources[rank].lock();
-            let source = sources.alive.get(&gather.key.module);
-            let source = source.and_then(Weak::upgrade);
-            drop(sources);
-            let inputs =
-                source.and_then(|s| s.gather_inputs(gather.key.unit, gather.key.generation));
-            let Some(inputs) = inputs else { continue };
-            let ticket = gather.ticket(rank, gather.slot.first.1.clone());
-            write_shards(&ticket.common(), &inputs, ticket.rank)?;
-            ticket.arrive(Arc::new(()));
-            served = true;
+        let claims = self.open_gathers.claim(rank, |key| {
+            let source = self.sources[rank].lock().get(&key.module)?.upgrade()?;
+            source.gather_inputs(key.unit, key.generation)
+        });
+        let served = !claims.is_empty();
+        for claim in claims {
+            let call = Call::gather(claim.slot.first.1.subject.clone(), &claim.inputs);
+            claim.slot.check(rank, &call, self)?;
+            write_shards(&claim.slot.common(), &claim.inputs, claim.rank)?;
+            claim.slot.arrive(claim.rank, Arc::new(()), self);
         }
         Ok(served)
+    }
+
+    /// Frees what a launch has left behind.
+    pub(crate) fn end(&self) {
+        self.open_gathers.clear();
     }
 
     /// Whether every rank sleeps, `rank` being about to, and nothing has changed since.
@@ -194,45 +187,48 @@ pub(super) struct Group {
     pub(super) pool: Arc<BufferPool>,
 }
 
-/// A gather of a unit that some rank has not added its part to.
-#[derive(Clone, Debug)]
-struct OpenGather {
-    group: Arc<Group>,
-    key: GatherKey,
-    slot: Arc<Slot>,
-}
-
-impl OpenGather {
-    fn lacks(&self, launch_rank: usize) -> bool {
-        let rank = self.group.ranks.iter().position(|&r| r == launch_rank);
-        rank.is_some_and(|rank| self.slot.parts.lock()[rank].is_none())
-    }
-
-    /// The place of a member of the group, which calls it `call`.
-    fn ticket(&self, launch_rank: usize, call: Call) -> Ticket {
-        let rank = self.group.ranks.iter().position(|&r| r == launch_rank);
-        self.slot.entered.fetch_add(1, Ordering::AcqRel);
-        Ticket {
-            group: self.group.clone(),
-            slot: self.slot.clone(),
-            position: None,
-            rank: rank.expect("the rank is a member"),
-            call,
-        }
-    }
-}
-
 /// One collective under way.
 #[derive(Debug)]
-struct Slot {
+pub(super) struct Slot {
     first: (usize, Call),
     /// What the first rank made for all.
     common: Part,
     parts: Mutex<Vec<Option<Part>>>,
     arrived: AtomicUsize,
-    /// Tickets made and dropped.
-    entered: AtomicUsize,
+    size: usize,
     left: AtomicUsize,
+}
+
+impl Slot {
+    fn common<T: Send + Sync + 'static>(&self) -> Arc<T> {
+        downcast(self.common.clone())
+    }
+
+    pub(super) fn is_complete(&self) -> bool {
+        self.arrived.load(Ordering::Acquire) == self.size
+    }
+
+    /// Shows the part of a rank of the group. Once a rank only.
+    fn arrive(&self, rank: usize, part: Part, launch: &Launch) {
+        self.parts.lock()[rank] = Some(part);
+        if self.arrived.fetch_add(1, Ordering::AcqRel) + 1 == self.size {
+            launch.notify();
+        }
+    }
+
+    /// Fails the launch unless `call` is the call of the rank that came first.
+    fn check(&self, launch_rank: usize, call: &Call, launch: &Launch) -> Result<()> {
+        let (first_rank, first_call) = &self.first;
+        if first_call == call {
+            return Ok(());
+        }
+        Err(launch.fail_with(FsdpError::CollectiveMismatch {
+            rank_a: *first_rank,
+            call_a: first_call.to_string(),
+            rank_b: launch_rank,
+            call_b: call.to_string(),
+        }))
+    }
 }
 
 impl Group {
@@ -243,6 +239,15 @@ impl Group {
             slots: Default::default(),
             pool: Default::default(),
         })
+    }
+
+    pub(super) fn size(&self) -> usize {
+        self.ranks.len()
+    }
+
+    /// The number in this group of a rank of the launch, if it is a member.
+    pub(super) fn rank_of(&self, launch_rank: usize) -> Option<usize> {
+        self.ranks.iter().position(|&rank| rank == launch_rank)
     }
 }
 
@@ -266,6 +271,7 @@ impl Seat {
     /// Takes this rank's place in the group's next collective.
     pub(super) fn enter(&self, call: Call, common: impl FnOnce() -> Part) -> Result<Ticket> {
         self.begin(&call)?;
+        self.group.launch.open_gathers.pass_by(self.launch_rank());
         let position = self.next.fetch_add(1, Ordering::Relaxed);
         let slot = self
             .group
@@ -274,66 +280,61 @@ impl Seat {
             .entry(position)
             .or_insert_with(|| self.new_slot(&call, common()))
             .clone();
-        let ticket = Ticket {
-            group: self.group.clone(),
-            slot,
-            position: Some(position),
-            rank: self.rank,
-            call,
-        };
-        ticket.check_call()?;
-        Ok(ticket)
+        self.ticket(slot, Some(position), call)
     }
 
-    /// Takes this rank's place in the open gather of this key, or opens one.
+    /// Takes this rank's place in the gather of this key, or opens one. Whether this rank has yet
+    /// to add its part.
     pub(super) fn enter_gather(
         &self,
         call: Call,
         key: GatherKey,
         common: impl FnOnce() -> Part,
-    ) -> Result<Ticket> {
+    ) -> Result<(Ticket, bool)> {
         self.begin(&call)?;
         let launch = &self.group.launch;
-        let global = self.group.ranks[self.rank];
-        let mut open_gathers = launch.open_gathers.lock();
-        let mine = |gather: &&OpenGather| {
-            Arc::ptr_eq(&gather.group, &self.group) && gather.key == key && gather.lacks(global)
-        };
-        let found = open_gathers.iter().find(mine).cloned();
-        let is_new = found.is_none();
-        let gather = found.unwrap_or_else(|| {
-            let gather = OpenGather {
-                group: self.group.clone(),
-                key,
-                slot: self.new_slot(&call, common()),
-            };
-            open_gathers.push(gather.clone());
-            gather
-        });
-        // Entered before anyone else can see it, or a rank that only serves would close it.
-        let ticket = gather.ticket(global, call);
-        drop(open_gathers);
-        if is_new {
+        let new_slot = || self.new_slot(&call, common());
+        let joined = launch
+            .open_gathers
+            .join(&self.group, self.rank, key, new_slot);
+        if joined.is_new {
             launch.notify();
         }
-        ticket.check_call()?;
+        let ticket = self.ticket(joined.slot, None, call)?;
+        Ok((ticket, joined.lacks_part))
+    }
+
+    fn ticket(&self, slot: Arc<Slot>, position: Option<u64>, call: Call) -> Result<Ticket> {
+        let ticket = Ticket {
+            group: self.group.clone(),
+            slot,
+            position,
+            rank: self.rank,
+            call,
+        };
+        let (slot, launch) = (&ticket.slot, &self.group.launch);
+        slot.check(self.launch_rank(), &ticket.call, launch)?;
         Ok(ticket)
+    }
+
+    pub(super) fn launch_rank(&self) -> usize {
+        self.group.ranks[self.rank]
     }
 
     fn begin(&self, call: &Call) -> Result<()> {
         let launch = &self.group.launch;
         launch.check()?;
-        *launch.last_calls[self.group.ranks[self.rank]].lock() = Some(call.clone());
+        *launch.last_calls[self.launch_rank()].lock() = Some(call.clone());
         Ok(())
     }
 
     fn new_slot(&self, call: &Call, common: Part) -> Arc<Slot> {
         Arc::new(Slot {
-            first: (self.group.ranks[self.rank], call.clone()),
+            first: (self.launch_rank(), call.clone()),
             common,
             parts: Mutex::new(vec![None; self.group.ranks.len()]),
             arrived: AtomicUsize::new(0),
-            entered: AtomicUsize::new(0),
+            size: self.group.size(),
             left: AtomicUsize::new(0),
         })
     }
@@ -363,51 +364,22 @@ pub(super) struct Ticket {
 
 impl Ticket {
     pub(super) fn common<T: Send + Sync + 'static>(&self) -> Arc<T> {
-        downcast(self.slot.common.clone())
+        self.slot.common()
     }
 
-    fn check_call(&self) -> Result<()> {
-        let (first_rank, first_call) = &self.slot.first;
-        if *first_call == self.call {
-            return Ok(());
-        }
-        Err(self.fail(FsdpError::CollectiveMismatch {
-            rank_a: *first_rank,
-            call_a: first_call.to_string(),
-            rank_b: self.launch_rank(),
-            call_b: self.call.to_string(),
-        }))
+    pub(super) fn arrive(&self, part: Part) {
+        self.slot.arrive(self.rank, part, &self.group.launch);
     }
 
     fn launch_rank(&self) -> usize {
         self.group.ranks[self.rank]
     }
 
-    pub(super) fn arrive(&self, part: Part) {
-        self.slot.parts.lock()[self.rank] = Some(part);
-        let arrived = self.slot.arrived.fetch_add(1, Ordering::AcqRel) + 1;
-        if arrived == self.group.ranks.len() {
-            if self.position.is_none() {
-                self.close_gather();
-            }
-            self.group.launch.notify();
-        }
-    }
-
-    fn close_gather(&self) {
-        let mut open = self.group.launch.open_gathers.lock();
-        open.retain(|gather| !Arc::ptr_eq(&gather.slot, &self.slot));
-    }
-
-    fn all_arrived(&self) -> bool {
-        self.slot.arrived.load(Ordering::Acquire) == self.group.ranks.len()
-    }
-
     /// Blocks until all ranks have arrived.
     pub(super) fn wait(&self) -> Result<()> {
         let launch = &self.group.launch;
         for look in 0..SPINS + YIELDS {
-            if self.all_arrived() {
+            if self.slot.is_complete() {
                 return Ok(());
             }
             if look < SPINS {
@@ -420,7 +392,7 @@ impl Ticket {
         loop {
             // What changes from here on is seen by its epoch.
             let epoch = launch.sleepers.lock().epoch;
-            if self.all_arrived() {
+            if self.slot.is_complete() {
                 return Ok(());
             }
             launch.check()?;
@@ -428,7 +400,7 @@ impl Ticket {
                 continue;
             }
             if let Some(error) = self.hopeless(start) {
-                return Err(self.fail(error));
+                return Err(launch.fail_with(error));
             }
             let mut sleepers = launch.sleepers.lock();
             if sleepers.epoch != epoch {
@@ -436,7 +408,7 @@ impl Ticket {
             }
             if launch.is_deadlocked(&mut sleepers, self.launch_rank()) {
                 drop(sleepers);
-                return Err(self.fail(self.deadlock()));
+                return Err(launch.fail_with(self.deadlock()));
             }
             launch
                 .changed
@@ -491,25 +463,17 @@ impl Ticket {
             .filter_map(|(part, &rank)| part.is_none().then_some(rank))
             .collect()
     }
-
-    /// Fails the group; what it failed with first, which may be another's cause.
-    fn fail(&self, cause: FsdpError) -> FsdpError {
-        let launch = &self.group.launch;
-        launch.fail(cause);
-        launch.failure().expect("the group has just failed").clone()
-    }
 }
 
 impl Drop for Ticket {
     fn drop(&mut self) {
+        let Some(position) = self.position else {
+            self.group.launch.open_gathers.leave(&self.slot, self.rank);
+            return;
+        };
         let left = self.slot.left.fetch_add(1, Ordering::AcqRel) + 1;
-        match self.position {
-            Some(position) if left == self.group.ranks.len() => {
-                self.group.slots.lock().remove(&position);
-            }
-            // Everyone who took part has gone, so nobody else need come.
-            None if left == self.slot.entered.load(Ordering::Acquire) => self.close_gather(),
-            _ => {}
+        if left == self.group.size() {
+            self.group.slots.lock().remove(&position);
         }
     }
 }

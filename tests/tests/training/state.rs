@@ -430,7 +430,7 @@ fn into_dense_gives_every_rank_the_whole_model_back() {
     let input = Input::new(0, 0..2, &device());
     let loss = want.loss(&input).into_scalar::<f32>();
     let got = ranks(3, |pg| {
-        let model = sharded(&pg, &FsdpConfig::new())?.into_dense();
+        let model = sharded(&pg, &FsdpConfig::new())?.into_dense()?;
         Ok((
             local_values(&model),
             model.loss(&input).into_scalar::<f32>(),

@@ -1,0 +1,171 @@
+//! Gathers of units, which are matched by unit and not by position.
+//!
+//! Each rank adds its part to a gather once: when it asks for the unit itself, or before that, when
+//! it waits for something else and *serves* those who have asked. A rank that has served finds the
+//! gather again when it asks later, so the list keeps it until no rank can want it any more.
+
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+
+use super::rendezvous::{Group, Slot};
+use super::{GatherInput, GatherKey};
+
+#[derive(Debug, Default)]
+pub(super) struct OpenGathers {
+    list: Mutex<Vec<OpenGather>>,
+}
+
+#[derive(Debug)]
+struct OpenGather {
+    group: Arc<Group>,
+    key: GatherKey,
+    slot: Arc<Slot>,
+    /// One for each rank of the group.
+    members: Vec<Presence>,
+}
+
+/// What a rank has to do with a gather.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Presence {
+    /// Has not added its part.
+    Absent,
+    /// Has added its part for others.
+    Served,
+    /// Has asked, and holds a ticket.
+    Joined,
+    /// Has asked, and dropped its ticket.
+    Left,
+    /// Has served and moved on to a collective that comes after its use of the unit.
+    PassedBy,
+}
+
+/// A rank's way into a gather.
+#[derive(Debug)]
+pub(super) struct Joined {
+    pub(super) slot: Arc<Slot>,
+    /// Whether the rank has yet to add its part.
+    pub(super) lacks_part: bool,
+    /// Whether the rank has opened the gather.
+    pub(super) is_new: bool,
+}
+
+/// A part that a rank has undertaken to add for others.
+#[derive(Debug)]
+pub(super) struct Claim {
+    pub(super) slot: Arc<Slot>,
+    /// The rank's number in the gather's group.
+    pub(super) rank: usize,
+    pub(super) inputs: Vec<GatherInput>,
+}
+
+impl OpenGathers {
+    /// Joins `rank` of the group to the gather of this key that it has not joined, or opens one.
+    pub(super) fn join(
+        &self,
+        group: &Arc<Group>,
+        rank: usize,
+        key: GatherKey,
+        new_slot: impl FnOnce() -> Arc<Slot>,
+    ) -> Joined {
+        let mut list = self.list.lock();
+        let found = list.iter_mut().find(|gather| {
+            let can_join = matches!(gather.members[rank], Presence::Absent | Presence::Served);
+            Arc::ptr_eq(&gather.group, group) && gather.key == key && can_join
+        });
+        if let Some(gather) = found {
+            let before = std::mem::replace(&mut gather.members[rank], Presence::Joined);
+            return Joined {
+                slot: gather.slot.clone(),
+                lacks_part: before == Presence::Absent,
+                is_new: false,
+            };
+        }
+        // A newer gather of the unit does for whoever might still have wanted an older one.
+        list.retain(|gather| {
+            let same_unit = (gather.key.module, gather.key.unit) == (key.module, key.unit);
+            let is_older = Arc::ptr_eq(&gather.group, group) && same_unit;
+            !is_older || gather.has(Presence::Joined) || !gather.slot.is_complete()
+        });
+        let mut members = vec![Presence::Absent; group.size()];
+        members[rank] = Presence::Joined;
+        let slot = new_slot();
+        list.push(OpenGather {
+            group: group.clone(),
+            key,
+            slot: slot.clone(),
+            members,
+        });
+        Joined {
+            slot,
+            lacks_part: true,
+            is_new: true,
+        }
+    }
+
+    /// Undertakes, for a rank of the launch, the gathers that lack its part and for which `inputs`
+    /// knows it.
+    pub(super) fn claim(
+        &self,
+        launch_rank: usize,
+        mut inputs: impl FnMut(&GatherKey) -> Option<Vec<GatherInput>>,
+    ) -> Vec<Claim> {
+        let mut claims = Vec::new();
+        for gather in self.list.lock().iter_mut() {
+            let Some(rank) = gather.group.rank_of(launch_rank) else {
+                continue;
+            };
+            if gather.members[rank] == Presence::Absent
+                && let Some(inputs) = inputs(&gather.key)
+            {
+                gather.members[rank] = Presence::Served;
+                claims.push(Claim {
+                    slot: gather.slot.clone(),
+                    rank,
+                    inputs,
+                });
+            }
+        }
+        claims
+    }
+
+    /// Notes that a rank has dropped its ticket.
+    pub(super) fn leave(&self, slot: &Arc<Slot>, rank: usize) {
+        let mut list = self.list.lock();
+        if let Some(gather) = list.iter_mut().find(|g| Arc::ptr_eq(&g.slot, slot)) {
+            gather.members[rank] = Presence::Left;
+        }
+        list.retain(|gather| !gather.is_done());
+    }
+
+    /// Notes that a rank of the launch enters a collective that is matched by position.
+    pub(super) fn pass_by(&self, launch_rank: usize) {
+        let mut list = self.list.lock();
+        for gather in list.iter_mut() {
+            if let Some(rank) = gather.group.rank_of(launch_rank)
+                && gather.members[rank] == Presence::Served
+            {
+                gather.members[rank] = Presence::PassedBy;
+            }
+        }
+        list.retain(|gather| !gather.is_done());
+    }
+
+    /// Forgets all gathers, at the end of a launch.
+    pub(super) fn clear(&self) {
+        self.list.lock().clear();
+    }
+}
+
+impl OpenGather {
+    fn has(&self, presence: Presence) -> bool {
+        self.members.contains(&presence)
+    }
+
+    /// Whether no rank can want it any more: none waits in it, and either none will come, or it was
+    /// given up before it was complete.
+    fn is_done(&self) -> bool {
+        let may_come = self.has(Presence::Served) && self.slot.is_complete();
+        !self.has(Presence::Joined) && !may_come
+    }
+}
