@@ -13,6 +13,8 @@ use crate::{FsdpError, GradientAverage, Result};
 /// What the units of one module have in common.
 #[derive(Debug)]
 pub(crate) struct Context {
+    /// The number under which ranks know the module.
+    pub(crate) module: u64,
     pub(crate) mesh: DeviceMesh,
     pub(crate) average: GradientAverage,
     /// Where unsharded parameters live.

@@ -10,7 +10,12 @@ use crate::{FsdpError, Placement, Result};
 /// Dtypes of communication and compute, apart from those of the stored parameters.
 ///
 /// The shards and the optimizer keep the parameter's original dtype (the master copy). This is a
-/// policy for whole units, not autocast: operations are not listed anywhere.
+/// policy for whole units, not autocast: operations are not listed anywhere, and Burn's panic on
+/// operands of two dtypes. So floating inputs must be in `param_dtype`, which
+/// [`forward_with`](crate::FsdpModule::forward_with) sees to, and a module that makes f32 tensors of
+/// its own in forward does not fit: of burn-nn, `BatchNorm` (its statistics) and the recurrent
+/// modules (their first state). Keep those in a unit without the policy
+/// ([`FsdpConfig::with_unit`]) and cast around them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct MixedPrecisionPolicy {
@@ -318,6 +323,13 @@ impl FsdpConfig {
 impl FsdpConfig {
     /// Refuses what can be seen to be wrong without a module.
     pub(crate) fn check(&self) -> Result<()> {
+        if let Some(dtype) = self.mixed_precision.output_dtype
+            && !dtype.is_float()
+        {
+            return Err(FsdpError::argument(format!(
+                "{dtype:?} is no dtype for floating outputs"
+            )));
+        }
         match self.average {
             GradientAverage::Factor(factor) if !factor.is_normal() => Err(FsdpError::argument(
                 format!("a gradient factor must be finite and not zero, not {factor}"),

@@ -119,7 +119,15 @@ pub enum FsdpError {
 
     // ---- communication
     /// Two ranks issued different collectives at the same position.
-    #[error("collective mismatch: rank {rank_a} called {call_a}, rank {rank_b} called {call_b}")]
+    #[error(
+        "collective mismatch: rank {rank_a} called {call_a}, rank {rank_b} called {call_b}{}",
+        if call_a == call_b {
+            "; they differ in the module or copy they belong to, in its parameters' shapes or dtypes, \
+             or in how often its parameters were changed"
+        } else {
+            ""
+        }
+    )]
     CollectiveMismatch {
         /// The rank that came first.
         rank_a: usize,
@@ -187,6 +195,12 @@ pub enum FsdpError {
         /// Its parameters without a gradient.
         missing: Vec<String>,
     },
+    /// Gradients of backwards without sync wait to be reduced.
+    #[error(
+        "gradients kept without sync were not reduced; run the last backward before a step with \
+         gradient sync on"
+    )]
+    UnsyncedGradients,
     /// Parameters were updated after a forward used them and before its backward, which would now
     /// compute with other values.
     #[error(

@@ -1,6 +1,6 @@
 //! The entry: from a module of whole parameters to one of shards.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 use burn::module::{Module, Param, Reparameterizer};
@@ -14,7 +14,9 @@ use crate::mesh::DeviceMesh;
 use crate::module::FsdpModule;
 use crate::param::ShardedParam;
 use crate::placement::{Placement, ShardLayout};
-use crate::plan::{MemberIndex, ParamPlan, ROOT, ShardingPlan, placeholder_value};
+use crate::plan::{
+    MemberIndex, ParamPlan, ROOT, ShardingPlan, Tied, find_untied, placeholder_value,
+};
 use crate::state::FsdpState;
 use crate::unshard::MemberHandle;
 use crate::{FsdpConfig, FsdpError, Result};
@@ -72,8 +74,10 @@ pub trait FullyShard: Module {
 impl<M: Module> FullyShard for M {
     fn fully_shard(self, mesh: &DeviceMesh, config: &FsdpConfig) -> Result<FsdpModule<Self>> {
         config.check()?;
-        let plan = Arc::new(ShardingPlan::new(&self, config, mesh.shard_size())?);
         let group = mesh.group();
+        let untied = broadcast_untied(&self, group)?;
+        let plan = ShardingPlan::new(&self, config, mesh.shard_size(), &untied)?;
+        let plan = Arc::new(plan);
         group.agree("the structure of the module", &plan.description())?;
         group.agree("the FSDP settings", &format!("{config:#?}"))?;
 
@@ -84,6 +88,7 @@ impl<M: Module> FullyShard for M {
             OffloadPolicy::Cpu => Device::flex(),
         };
         let context = Context {
+            module: group.next_module(),
             mesh: mesh.clone(),
             average: config.average,
             compute_device: device,
@@ -100,6 +105,7 @@ impl<M: Module> FullyShard for M {
             state: &state,
             group,
             outcome: &mut outcome,
+            tied: HashMap::new(),
         });
         if let Some(error) = outcome.error {
             return Err(error);
@@ -114,6 +120,17 @@ impl<M: Module> FullyShard for M {
         };
         Ok(FsdpModule::new(module, state, config.clone()))
     }
+}
+
+/// What rank 0 finds, as its values are taken.
+fn broadcast_untied<M: Module>(module: &M, group: &ProcessGroup) -> Result<HashSet<String>> {
+    let own = match group.rank() {
+        0 => find_untied(module).join("\n").into_bytes(),
+        _ => Vec::new(),
+    };
+    let untied = group.broadcast_bytes(0, own)?;
+    let untied = String::from_utf8_lossy(&untied);
+    Ok(untied.lines().map(str::to_string).collect())
 }
 
 fn device_of<M: Module>(module: &M) -> Result<Device> {
@@ -226,6 +243,8 @@ struct Sharder<'a> {
     state: &'a Arc<FsdpState>,
     group: &'a ProcessGroup,
     outcome: &'a mut Outcome,
+    /// On rank 0: tied parameters met so far.
+    tied: HashMap<(usize, usize), Tied>,
 }
 
 impl Reparameterizer for Sharder<'_> {
@@ -265,6 +284,7 @@ impl Sharder<'_> {
         };
         let plan = &self.plan.units()[index.unit].params[index.member];
         if index.is_alias {
+            self.check_tied(path, index, &param)?;
             let tied = self.state.tied(index.unit, index.member);
             let tied = tied.expect("the first name of a tied parameter comes first");
             let dtype = self.state.shard(index.unit, index.member)?.dtype();
@@ -273,6 +293,10 @@ impl Sharder<'_> {
         }
         let layout = plan.layout(self.plan.shard_size());
         let (flat, trainable) = self.scatter(path, &layout, &param)?;
+        if self.plan.is_tied(index.unit, index.member) && self.group.rank() == 0 {
+            self.tied
+                .insert((index.unit, index.member), Tied::of(&param));
+        }
         let dtype = flat.dtype();
         if trainable {
             self.outcome.dtypes.insert(path.to_string(), dtype);
@@ -280,10 +304,33 @@ impl Sharder<'_> {
         let device = param.lazy_device();
         self.outcome.is_autodiff |= device.is_autodiff();
         let flat = flat.to_device(&self.state.context.shard_device);
-        let shard = lift(flat.reshape::<D, _>(Shape::from(layout.shard_shape())), &device);
+        let shard = lift(
+            flat.reshape::<D, _>(Shape::from(layout.shard_shape())),
+            &device,
+        );
         let shard = Param::initialized(param.id, shard).set_require_grad(trainable);
         let sharded = ShardedParam::new(shard, handle);
         Ok((placeholder(param, &plan.shape, dtype), Some(sharded)))
+    }
+
+    /// Checks that rank 0's value under a further name is that under the first.
+    fn check_tied<const D: usize>(
+        &self,
+        path: &str,
+        index: MemberIndex,
+        param: &Param<Tensor<D>>,
+    ) -> Result<()> {
+        let first = self.tied.get(&(index.unit, index.member));
+        let is_tied = first.is_none_or(|first| first.is_tied_to(&Tied::of(param)));
+        if self.group.broadcast_bytes(0, vec![is_tied.into()])? == [1] {
+            return Ok(());
+        }
+        let first = &self.plan.units()[index.unit].params[index.member].path;
+        Err(FsdpError::argument(format!(
+            "\"{first}\" and \"{path}\" have one parameter id but are not tied: one is frozen or has \
+             other values. Initialise the module (read each `val()`) before it is cloned, and they \
+             are taken for two"
+        )))
     }
 
     /// An ignored parameter with rank 0's value, in a graph of its own: ranks may have copied one

@@ -53,7 +53,7 @@ impl<M: Module> FsdpModule<M> {
             Some(max_norm) => format!("the gradient norm to clip at {max_norm}"),
             None => format!("the gradient norm ({norm:?})"),
         };
-        let call = Call::new("agreement", subject);
+        let call = Call::new("agreement", subject).with_detail(self.state.context.module);
         let all = self.mesh().group().engine().exchange(call, message)?;
         let parts = all.iter().map(|bytes| {
             let bytes = bytes.as_slice().try_into();

@@ -179,26 +179,37 @@ impl<M> FsdpModule<M> {
 impl<M: Module> FsdpModule<M> {
     /// Applies an optimizer to the shards, after checking that this is safe. Does not communicate.
     ///
-    /// `optim.step(lr, model, grads)` does the same without the checks.
+    /// `optim.step(lr, model, grads)` does the same without the checks. On an error the model is
+    /// gone; [`check_step`](Self::check_step) tells beforehand.
     ///
     /// # Errors
     ///
-    /// [`FsdpError::OptimizerClipsGradients`], [`FsdpError::IncompleteUnit`] after a plain
-    /// `loss.backward()` that left parameters out, or the cause of the group's failure.
+    /// As [`check_step`](Self::check_step).
     pub fn step(
         self,
         optim: &mut ModuleOptimizer,
         lr: impl Into<ModuleLearningRate>,
         grads: GradientsParams,
     ) -> Result<Self> {
+        self.check_step(optim)?;
+        Ok(optim.step(lr, self, grads))
+    }
+
+    /// Whether an optimizer may step now. Does not communicate.
+    ///
+    /// # Errors
+    ///
+    /// [`FsdpError::OptimizerClipsGradients`], [`FsdpError::IncompleteUnit`] after a plain
+    /// `loss.backward()` that left parameters out, [`FsdpError::UnsyncedGradients`], or the cause of
+    /// the group's failure.
+    pub fn check_step(&self, optim: &ModuleOptimizer) -> Result<()> {
         if let Some(cause) = self.mesh().group().engine().failure() {
             return Err(cause);
         }
         if optim.has_gradient_clipping() {
             return Err(FsdpError::OptimizerClipsGradients);
         }
-        self.state.check_complete()?;
-        Ok(optim.step(lr, self, grads))
+        self.state.check_complete()
     }
 
     /// The dense module, with full parameters in their original dtype on every rank, trained or

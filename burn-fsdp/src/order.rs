@@ -37,6 +37,9 @@ const STRIDE: usize = 64;
 /// more hand-outs is right all the same, but reduces some units late.
 const LONGEST: usize = 1 << 12;
 
+/// Rungs after which the steps between them are freed.
+const SWEEP: usize = 16;
+
 type Rungs = HashMap<TypeId, Vec<Box<dyn Any + Send>>>;
 
 /// The rungs made so far, for each backend; they are never dropped.
@@ -69,6 +72,9 @@ pub(crate) fn next_rung<B: Backend>(device: &Device<B>) -> FloatTensor<Autodiff<
             None => first::<B>(device),
         };
         rungs.push(Box::new(node));
+        if rungs.len().is_multiple_of(SWEEP) {
+            sweep::<B>(device);
+        }
     }
     above_as::<B>(&rungs[rung])
 }
@@ -82,6 +88,12 @@ fn above_as<B: Backend>(rung: &Box<dyn Any + Send>) -> FloatTensor<Autodiff<B>> 
 fn first<B: Backend>(device: &Device<B>) -> FloatTensor<Autodiff<B>> {
     let one_element = B::float_zeros(Shape::new([1]), device, FloatDType::F32);
     FloatTensor::<Autodiff<B>>::new(one_element)
+}
+
+/// Burn frees what is left of dropped nodes when a backward ends, so this runs the smallest there is.
+/// Else the steps between rungs would stay, a kilobyte each, until the user's.
+fn sweep<B: Backend>(device: &Device<B>) {
+    first::<B>(device).require_grad().backward();
 }
 
 fn descend<B: Backend>(mut node: FloatTensor<Autodiff<B>>) -> FloatTensor<Autodiff<B>> {

@@ -14,6 +14,9 @@ pub(crate) struct Pass {
     pub(crate) members: Vec<MemberUse>,
     pub(crate) outstanding: usize,
     pub(crate) arrived: usize,
+    /// Whether a part of it has been reduced without the rest, which then waits for the end of
+    /// backward.
+    pub(crate) is_broken_up: bool,
     /// Shared with every hand-out whose gradient may still come.
     owed: Arc<()>,
 }
@@ -34,6 +37,7 @@ impl Pass {
             members: vec![MemberUse::default(); members],
             outstanding: 0,
             arrived: 0,
+            is_broken_up: false,
             owed: Arc::new(()),
         }
     }

@@ -11,6 +11,7 @@ use burn::module::{
 use burn::tensor::{DType, Device, Shape, Tensor};
 
 use crate::config::{ModuleNode, ParamInfo, UnitConfig, path_matches};
+use crate::path::{PathStack, follow_path};
 use crate::placement::ShardLayout;
 use crate::{FsdpConfig, FsdpError, Placement, Result, UnitPolicy};
 
@@ -76,6 +77,7 @@ impl ShardingPlan {
         module: &M,
         config: &FsdpConfig,
         shard_size: usize,
+        untied: &HashSet<String>,
     ) -> Result<Self> {
         let tree = ModuleTree::of(module)?;
         // A sharded module shows its shards as plain parameters, so only its type tells.
@@ -115,11 +117,13 @@ impl ShardingPlan {
                 )));
             }
             let name = innermost(&unit_paths, &param.path);
-            if let Some(first) = first_paths.get(&param.id) {
+            if let Some(first) = first_paths.get(&param.id)
+                && !untied.contains(&param.path)
+            {
                 plan.add_alias(first.clone(), param, name)?;
                 continue;
             }
-            first_paths.insert(param.id, param.path.clone());
+            first_paths.entry(param.id).or_insert(param.path.clone());
             let unit = *unit_of_name.entry(name.to_string()).or_insert_with(|| {
                 plan.units.push(UnitPlan::new(name));
                 plan.units.len() - 1
@@ -341,10 +345,16 @@ fn check_patterns<'a>(
 ) -> Result<()> {
     for pattern in patterns {
         if !candidates.clone().any(|path| path_matches(pattern, path)) {
+            let mut known: Vec<String> = Vec::new();
+            for candidate in candidates.filter(|candidate| !candidate.is_empty()) {
+                if known.len() < KNOWN_SHOWN && !known.iter().any(|k| k == candidate) {
+                    known.push(candidate.to_string());
+                }
+            }
             return Err(FsdpError::PatternUnmatched {
                 what,
                 pattern: pattern.clone(),
-                known: candidates.take(KNOWN_SHOWN).map(str::to_string).collect(),
+                known,
             });
         }
     }
@@ -509,6 +519,68 @@ pub(crate) fn placeholder_value<const D: usize>(
         return Tensor::zeros(shape.clone(), (device, dtype));
     }
     Tensor::<D>::full([1; D], f32::NAN, (device, dtype)).expand(shape.clone())
+}
+
+/// Paths of parameters that have the id of an earlier one and are not tied to it: a clone that was
+/// frozen, or given other values. Of parameters that are not initialised yet this cannot be told;
+/// they are taken for tied, and checked once they are.
+pub(crate) fn find_untied<M: Module>(module: &M) -> Vec<String> {
+    let mut find = FindUntied::default();
+    module.visit(&mut find);
+    find.untied
+}
+
+#[derive(Default)]
+struct FindUntied {
+    path: PathStack,
+    first: HashMap<ParamId, Tied>,
+    untied: Vec<String>,
+}
+
+/// What parameters that are tied have in common.
+#[derive(Clone, Debug)]
+pub(crate) struct Tied {
+    shape: Vec<usize>,
+    flat: Tensor<1>,
+    trained: bool,
+}
+
+impl Tied {
+    pub(crate) fn of<const D: usize>(param: &Param<Tensor<D>>) -> Self {
+        let value = param.val();
+        let shape = value.shape();
+        Self {
+            trained: value.is_require_grad(),
+            flat: value.inner().reshape([shape.num_elements()]),
+            shape: shape.to_vec(),
+        }
+    }
+
+    pub(crate) fn is_tied_to(&self, other: &Self) -> bool {
+        self.shape == other.shape
+            && self.trained == other.trained
+            && self.flat.dtype() == other.flat.dtype()
+            && self.flat.to_data() == other.flat.to_data()
+    }
+}
+
+impl ModuleVisitor for FindUntied {
+    follow_path!();
+
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        if !param.is_initialized() || D == 0 {
+            return;
+        }
+        match self.first.get(&param.id) {
+            None => {
+                self.first.insert(param.id, Tied::of(param));
+            }
+            Some(first) if !first.is_tied_to(&Tied::of(param)) => {
+                self.untied.push(self.path.join());
+            }
+            Some(_) => {}
+        }
+    }
 }
 
 /// A reparameterization that does nothing, to see who keeps it.

@@ -219,13 +219,13 @@ impl Schedule {
     }
 
     /// Before `unit` is unsharded: frees what is not needed beside it, and sees to the root.
-    pub(crate) fn make_room(&mut self, unit: usize, context: &Context, module: u64) -> Result<()> {
+    pub(crate) fn make_room(&mut self, unit: usize, context: &Context) -> Result<()> {
         if self.stays(unit) || self.current == Some(unit) {
             return Ok(());
         }
         if self.phase == Phase::Forward && self.stays(ROOT) && self.units[ROOT].is_sharded() {
             // All ranks gather the root first, even those that use none of its parameters now.
-            self.units[ROOT].start_unshard(context, module)?;
+            self.units[ROOT].start_unshard(context)?;
         }
         let wanted = self.ahead_of(unit);
         for other in 0..self.units.len() {
@@ -246,12 +246,7 @@ impl Schedule {
     }
 
     /// Once `unit` is unsharded: remembers the order and gathers what will follow.
-    pub(crate) fn gather_ahead(
-        &mut self,
-        unit: usize,
-        context: &Context,
-        module: u64,
-    ) -> Result<()> {
+    pub(crate) fn gather_ahead(&mut self, unit: usize, context: &Context) -> Result<()> {
         self.kept[unit] = false;
         self.awaited[unit] = false;
         if self.stays(unit) || self.current == Some(unit) && self.previous == Some(unit) {
@@ -263,7 +258,7 @@ impl Schedule {
         self.current = Some(unit);
         let is_explicit = self.explicit_prefetch.contains_key(&(self.phase, unit));
         for ahead in self.ahead_of(unit) {
-            self.units[ahead].start_unshard(context, module)?;
+            self.units[ahead].start_unshard(context)?;
             self.awaited[ahead] |= is_explicit;
         }
         Ok(())
@@ -310,6 +305,7 @@ impl Schedule {
     ) -> Result<Vec<Reduced>> {
         let which = Which {
             pass: pass.map(|pass| pass.wrapping_sub(self.first_pass)),
+            module: context.module,
             all_reduce: self.switches.all_reduce,
         };
         let reduced = self.units[unit].reduce(context, passes, members, which)?;
@@ -347,7 +343,8 @@ impl Schedule {
                 (0..unit.spec.members.len()).map(|m| unit.has_gradient(m, all_reduce).into())
             })
             .collect();
-        let call = Call::new("agreement", "the gradients that backward brought");
+        let call = Call::new("agreement", "the gradients that backward brought")
+            .with_detail(context.module);
         let all = context.mesh.group().engine().exchange(call, has)?;
         let any = |i: usize| all.iter().any(|has| has[i] == 1);
 

@@ -57,8 +57,6 @@ pub(crate) struct FsdpState {
     tied: Mutex<HashMap<(usize, usize), RankedParam>>,
     /// What other ranks may gather from while this one waits.
     boards: Vec<(Arc<UnitSpec>, Arc<Mutex<ShardBoard>>)>,
-    /// The number under which ranks know this module.
-    module: u64,
     copies: AtomicU64,
     schedule: Mutex<Schedule>,
 }
@@ -78,16 +76,10 @@ impl FsdpState {
         specs: Vec<Arc<UnitSpec>>,
         prefetch: bool,
     ) -> Arc<Self> {
-        let module = context.mesh.group().next_module();
-        Self::with_schedule(plan, context, Schedule::new(specs, prefetch), module)
+        Self::with_schedule(plan, context, Schedule::new(specs, prefetch))
     }
 
-    fn with_schedule(
-        plan: Arc<ShardingPlan>,
-        context: Context,
-        schedule: Schedule,
-        module: u64,
-    ) -> Arc<Self> {
+    fn with_schedule(plan: Arc<ShardingPlan>, context: Context, schedule: Schedule) -> Arc<Self> {
         let board = |unit: &Unit| (unit.spec.clone(), unit.board().clone());
         let state = Arc::new(Self {
             plan,
@@ -96,14 +88,13 @@ impl FsdpState {
             new_ids: AtomicBool::new(false),
             tied: Default::default(),
             boards: schedule.units.iter().map(board).collect(),
-            module,
             copies: AtomicU64::new(0),
             schedule: Mutex::new(schedule),
         });
         let engine = state.context.mesh.shard_group().engine();
         // Bound first: a weak pointer to the type becomes one to the trait.
         let source: Weak<Self> = Arc::downgrade(&state);
-        engine.register(module, source);
+        engine.register(state.context.module, source);
         state
     }
 
@@ -118,7 +109,11 @@ impl FsdpState {
             no_sync_guards: 0,
             ..own.switches
         };
+        let mut number = DefaultHasher::new();
+        let nth = self.copies.fetch_add(1, Ordering::Relaxed);
+        (self.context.module, nth, "copy").hash(&mut number);
         let context = Context {
+            module: number.finish(),
             mesh: self.context.mesh.clone(),
             average: self.context.average,
             compute_device: self.context.compute_device.clone(),
@@ -126,10 +121,7 @@ impl FsdpState {
             memory: Default::default(),
             counters: Default::default(),
         };
-        let mut number = DefaultHasher::new();
-        let nth = self.copies.fetch_add(1, Ordering::Relaxed);
-        (self.module, nth, "copy").hash(&mut number);
-        Self::with_schedule(self.plan.clone(), context, schedule, number.finish())
+        Self::with_schedule(self.plan.clone(), context, schedule)
     }
 
     // ---- shards
@@ -226,13 +218,13 @@ impl FsdpState {
             Phase::Forward => schedule.enter_forward(),
             Phase::Backward => schedule.enter_backward(),
         }
-        schedule.make_room(unit, &self.context, self.module)?;
+        schedule.make_room(unit, &self.context)?;
         let was_unsharded = schedule.units[unit].is_unsharded();
-        let full = schedule.units[unit].unsharded(&self.context, self.module, member)?;
+        let full = schedule.units[unit].unsharded(&self.context, member)?;
         if !was_unsharded {
             schedule.record(unit, |unit| Event::Unshard { unit });
         }
-        schedule.gather_ahead(unit, &self.context, self.module)?;
+        schedule.gather_ahead(unit, &self.context)?;
         Ok(full)
     }
 
@@ -241,7 +233,7 @@ impl FsdpState {
         if schedule.units[unit].is_empty() || schedule.units[unit].is_unsharded() {
             return Ok(());
         }
-        schedule.units[unit].unsharded(&self.context, self.module, 0)?;
+        schedule.units[unit].unsharded(&self.context, 0)?;
         schedule.record(unit, |unit| Event::Unshard { unit });
         Ok(())
     }
@@ -292,7 +284,8 @@ impl FsdpState {
         if !schedule.agreed {
             return Ok(());
         }
-        let call = Call::new("agreement", "the parameters used in forward");
+        let call = Call::new("agreement", "the parameters used in forward")
+            .with_detail(self.context.module);
         let engine = self.context.mesh.group().engine();
         let all = engine.exchange(call, schedule.usage().to_bytes())?;
         let all: Vec<Usage> = all.iter().map(|bytes| Usage::from_bytes(bytes)).collect();
@@ -344,9 +337,13 @@ impl FsdpState {
         Ok(gradients)
     }
 
-    /// An error if a plain backward left a unit without some of its gradients.
+    /// An error if a plain backward left a unit without some of its gradients, or if gradients are
+    /// kept without having been reduced.
     pub(crate) fn check_complete(&self) -> Result<()> {
         let schedule = self.schedule.lock();
+        if schedule.units.iter().any(Unit::keeps_gradients) {
+            return Err(FsdpError::UnsyncedGradients);
+        }
         match schedule.units.iter().find(|unit| unit.is_incomplete()) {
             None => Ok(()),
             Some(unit) => Err(FsdpError::IncompleteUnit {

@@ -49,7 +49,7 @@ pub enum StateDictTarget {
 /// What to do with a full state dict that does not fit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LoadMode {
-    /// Refuse it and change nothing.
+    /// Refuse it before anything is loaded.
     Strict,
     /// Load what fits and report the rest.
     Partial,
@@ -139,7 +139,8 @@ impl<M: Module> FsdpModule<M> {
     /// # Errors
     ///
     /// On every rank: [`FsdpError::StateDictMismatch`], listing all that does not fit, in
-    /// [`LoadMode::Strict`]; a failure of the group.
+    /// [`LoadMode::Strict`]; a failure of the group. The model is gone then; keep a clone to go on
+    /// with.
     pub fn load_full_state_dict(
         self,
         dict: StateDict,
@@ -293,7 +294,8 @@ pub(crate) fn gather(state: &FsdpState, path: &str, index: MemberIndex) -> Resul
         shard,
     };
     let inputs = vec![input];
-    let call = Call::gather(format!("parameter \"{path}\""), &inputs);
+    let call =
+        Call::gather(format!("parameter \"{path}\""), &inputs).with_detail(state.context.module);
     let engine = group.engine();
     let work = engine.all_gather(call, None, inputs, &Default::default())?;
     Ok(work.wait()?.remove(0))

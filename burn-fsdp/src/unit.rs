@@ -40,6 +40,8 @@ struct Regrouped {
 pub(crate) struct Which {
     /// The pass, counted from the first of this forward; none for what is left at the end.
     pub(crate) pass: Option<u64>,
+    /// The number of the module.
+    pub(crate) module: u64,
     pub(crate) all_reduce: bool,
 }
 
@@ -144,7 +146,7 @@ impl Unit {
 
     /// Starts the all-gather, unless the unit is unsharded or on its way. Memory for the full
     /// parameters is held from here to [`free`](Self::free).
-    pub(crate) fn start_unshard(&mut self, context: &Context, module: u64) -> Result<()> {
+    pub(crate) fn start_unshard(&mut self, context: &Context) -> Result<()> {
         if self.is_empty() || !self.is_sharded() {
             return Ok(());
         }
@@ -155,7 +157,7 @@ impl Unit {
             _ => {
                 let board = self.board.lock();
                 let key = GatherKey {
-                    module,
+                    module: context.module,
                     unit: self.index,
                     generation: board.generation,
                 };
@@ -185,13 +187,8 @@ impl Unit {
     }
 
     /// Waits until the unit is unsharded; a member's full parameter, flat.
-    pub(crate) fn unsharded(
-        &mut self,
-        context: &Context,
-        module: u64,
-        member: usize,
-    ) -> Result<Tensor<1>> {
-        self.start_unshard(context, module)?;
+    pub(crate) fn unsharded(&mut self, context: &Context, member: usize) -> Result<Tensor<1>> {
+        self.start_unshard(context)?;
         let full = match std::mem::take(&mut self.unsharded) {
             Unsharded::Here(full) => full,
             Unsharded::Coming(work) => work.wait()?,
@@ -282,7 +279,8 @@ impl Unit {
         let slot = &mut pass.members[member].gradient;
         *slot = Some(sum(slot.take(), gradient, reduce_dtype));
         pass.arrived += 1;
-        pass.arrived == pass.outstanding
+        !pass.is_broken_up
+            && pass.arrived == pass.outstanding
             && trainable
                 .iter()
                 .all(|&member| pass.members[member].handed_out > 0)
@@ -317,6 +315,7 @@ impl Unit {
         let taken = pass.members.iter_mut().map(take).collect();
         pass.outstanding = pass.outstanding.saturating_sub(pass.arrived);
         pass.arrived = 0;
+        pass.is_broken_up = true;
         if pass.outstanding == 0 {
             self.passes.remove(i);
         }
@@ -329,6 +328,11 @@ impl Unit {
         self.accumulated[member].is_some()
             || all_reduce && self.partial[member].is_some()
             || self.passes.iter().any(in_pass)
+    }
+
+    /// Whether gradients are kept for a backward with sync.
+    pub(crate) fn keeps_gradients(&self) -> bool {
+        self.accumulated.iter().any(Option::is_some)
     }
 
     /// Whether backward has brought gradients that were neither reduced nor kept.
@@ -491,7 +495,7 @@ impl Unit {
             .map(|i| (&i.layout, i.reduce_dtype, i.out_dtype));
         let call = Call::new(op, self.subject())
             .of(first.reduce_dtype, len)
-            .with_detail((which.pass, kinds.collect::<Vec<_>>()));
+            .with_detail((which.module, which.pass, kinds.collect::<Vec<_>>()));
         let reduction = Reduction::new(average, group.world_size(), first.reduce_dtype);
         group.engine().reduce(call, inputs, reduction)
     }

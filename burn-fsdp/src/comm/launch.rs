@@ -43,6 +43,9 @@ pub fn launch<T: Send>(
     LaunchConfig::new(world_size).launch(f)
 }
 
+/// More threads for one rank are a mistake.
+const MOST_THREADS: usize = 1024;
+
 /// Settings of [`launch`].
 #[derive(Clone, Debug)]
 pub struct LaunchConfig {
@@ -83,10 +86,11 @@ impl LaunchConfig {
         &self,
         f: impl Fn(ProcessGroup) -> Result<T> + Send + Sync,
     ) -> Result<Vec<T>> {
-        if self.world_size == 0 || self.threads_per_rank == Some(0) {
-            return Err(FsdpError::argument(
-                "a launch needs at least one rank and one thread for each",
-            ));
+        let threads = self.threads_per_rank.unwrap_or(1);
+        if self.world_size == 0 || !(1..=MOST_THREADS).contains(&threads) {
+            return Err(FsdpError::argument(format!(
+                "a launch needs at least one rank, and 1 to {MOST_THREADS} threads for each"
+            )));
         }
         let launch = Launch::new(self.world_size, self.timeout);
         let first_error = Mutex::new(None);

@@ -280,7 +280,8 @@ impl Counters {
 ///
 /// Except for [`rank`](Self::rank), [`world_size`](Self::world_size), [`counts`](Self::counts) and
 /// [`abort`](Self::abort), every method is a collective: **all ranks must call it, in the same
-/// order**. If they don't, or one of them fails, all get the same error.
+/// order**. If they don't, or one of them fails, all get the same error. Tensors that come back are
+/// outside autodiff.
 #[derive(Clone, Debug)]
 pub struct ProcessGroup {
     engine: Arc<dyn Engine>,
