@@ -9,6 +9,7 @@ mod memory;
 mod mixed;
 mod sharding;
 mod state;
+mod unusual;
 
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::optim::GradientsParams;
