@@ -39,7 +39,8 @@ pub enum FsdpError {
     /// One parameter is reached by paths of two units.
     #[error(
         "\"{first}\" (unit \"{first_unit}\") and \"{second}\" (unit \"{second_unit}\") are one tied \
-         parameter in two units; choose units so that one of them holds both"
+         parameter in two units; choose units so that one of them holds both, or, if they are meant \
+         to be two parameters, build each by itself instead of cloning one"
     )]
     TiedAcrossUnits {
         /// The first path.

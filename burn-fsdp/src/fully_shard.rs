@@ -10,14 +10,14 @@ use crate::board::{AfterForward, Context, MemberSpec, UnitSpec};
 use crate::buffers::broadcast_buffers;
 use crate::comm::{Call, ProcessGroup, host};
 use crate::config::{OffloadPolicy, ReshardAfterForward};
+use crate::full::{lift, scatter};
 use crate::mesh::DeviceMesh;
 use crate::module::FsdpModule;
 use crate::param::ShardedParam;
 use crate::placement::{Placement, ShardLayout};
-use crate::plan::{
-    MemberIndex, ParamPlan, ROOT, ShardingPlan, Tied, find_untied, placeholder_value,
-};
+use crate::plan::{MemberIndex, ParamPlan, ROOT, ShardingPlan};
 use crate::state::FsdpState;
+use crate::tree::{Tied, find_untied, placeholder_value};
 use crate::unshard::MemberHandle;
 use crate::{FsdpConfig, FsdpError, Result};
 
@@ -390,33 +390,6 @@ impl Sharder<'_> {
     }
 }
 
-/// This rank's shard, flat, of a full tensor that only rank 0 passes.
-pub(crate) fn scatter(
-    mesh: &DeviceMesh,
-    call: Call,
-    layout: &ShardLayout,
-    full: Option<Tensor<1>>,
-) -> Result<Tensor<1>> {
-    // The ranks of the first copy get theirs from rank 0, those of the other copies from them.
-    let is_in_first_copy = mesh.group().rank() < mesh.shard_size();
-    let shard = match is_in_first_copy {
-        true => Some(
-            mesh.shard_group()
-                .engine()
-                .scatter(call.clone(), 0, layout, full)?,
-        ),
-        false => None,
-    };
-    match mesh.replicate_group() {
-        None => Ok(shard.expect("without copies every rank is in the first")),
-        Some(copies) => {
-            let size = copies.world_size();
-            let whole = ShardLayout::flat(layout.shard_len(), Placement::Replicate, size);
-            copies.engine().scatter(call, 0, &whole, shard)
-        }
-    }
-}
-
 /// A parameter of the full shape that holds one NaN, frozen, with the original's id and mappers.
 /// A parameter that was not initialised is not initialised by this.
 fn placeholder<const D: usize>(
@@ -433,14 +406,4 @@ fn placeholder<const D: usize>(
         .transform_for_load(nan(declared), id)
         .map(|_| nan(Shape::from(shape.to_vec())))
         .set_require_grad(false)
-}
-
-/// The tensor with autodiff as `device` has it.
-pub(crate) fn lift<const D: usize>(tensor: Tensor<D>, device: &Device) -> Tensor<D> {
-    match device.gradient_checkpointing_strategy() {
-        Some(strategy) => tensor
-            .autodiff()
-            .with_gradient_checkpointing_strategy(strategy),
-        None => tensor,
-    }
 }

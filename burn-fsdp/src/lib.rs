@@ -64,6 +64,7 @@ mod comm;
 mod config;
 mod error;
 mod forward;
+mod full;
 mod fully_shard;
 mod grads;
 mod memory;
@@ -79,6 +80,7 @@ mod ranked;
 mod schedule;
 mod state;
 mod state_dict;
+mod tree;
 mod unit;
 mod unshard;
 

@@ -11,14 +11,13 @@ use burn::optim::{GradientsParams, ModuleOptimizer};
 use burn::tensor::{Bool, Device, Int, Tensor};
 
 use crate::comm::CollectiveCounts;
-use crate::fully_shard::lift;
+use crate::full::{gather, lift};
 use crate::memory::MemoryStats;
 use crate::param::{CopyScope, refuse_move, strip};
 use crate::path::{PathStack, follow_path};
 use crate::plan::ShardingPlan;
 use crate::schedule::{Event, Phase};
 use crate::state::FsdpState;
-use crate::state_dict::gather;
 use crate::{DeviceMesh, FsdpConfig, FsdpError, Result};
 
 /// A module of which each rank keeps its shard. Made by

@@ -10,8 +10,8 @@ use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::tensor::{Bool, DType, Int, Shape, Tensor, TensorData};
 
 use crate::buffers::{broadcast_data, with_value};
-use crate::comm::{Call, GatherInput};
-use crate::fully_shard::{lift, scatter};
+use crate::comm::Call;
+use crate::full::{gather, lift, scatter};
 use crate::path::{PathStack, follow_path};
 use crate::plan::MemberIndex;
 use crate::state::FsdpState;
@@ -281,24 +281,6 @@ impl GatherFull<'_> {
             dict.insert(self.path.join(), data());
         }
     }
-}
-
-/// A full parameter in its original dtype, flat. All ranks must call this.
-pub(crate) fn gather(state: &FsdpState, path: &str, index: MemberIndex) -> Result<Tensor<1>> {
-    let shard = state.shard(index.unit, index.member)?;
-    let group = state.context.mesh.shard_group();
-    let param = &state.plan.units()[index.unit].params[index.member];
-    let input = GatherInput {
-        layout: param.layout(group.world_size()),
-        dtype: shard.dtype(),
-        shard,
-    };
-    let inputs = vec![input];
-    let call =
-        Call::gather(format!("parameter \"{path}\""), &inputs).with_detail(state.context.module);
-    let engine = group.engine();
-    let work = engine.all_gather(call, None, inputs, &Default::default())?;
-    Ok(work.wait()?.remove(0))
 }
 
 impl ModuleVisitor for GatherFull<'_> {

@@ -18,7 +18,7 @@
 //! # Note: views
 //!
 //! A view of a parameter is another operation, which under the default strategy keeps what it is
-//! given, and Burn's `linear` takes one for inputs of three dimensions and more. So train on
+//! given, and Burn's `linear` may take one, depending on the shapes. So train on
 //! `device.autodiff().gradient_checkpointing()` for the memory that sharding promises.
 
 use std::sync::Arc;

@@ -8,19 +8,28 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 
-use super::rendezvous::{Group, Slot};
 use super::{GatherInput, GatherKey};
 
-#[derive(Debug, Default)]
-pub(super) struct OpenGathers {
-    list: Mutex<Vec<OpenGather>>,
+/// Where the parts of one gather come together.
+pub(super) trait GatherSlot {
+    /// Whether all ranks have added their parts.
+    fn is_complete(&self) -> bool;
+}
+
+/// The members of a group, by their rank in the launch. A group is told by its list, not by what
+/// is in it.
+pub(super) type Members = Arc<Vec<usize>>;
+
+#[derive(Debug)]
+pub(super) struct OpenGathers<S> {
+    list: Mutex<Vec<OpenGather<S>>>,
 }
 
 #[derive(Debug)]
-struct OpenGather {
-    group: Arc<Group>,
+struct OpenGather<S> {
+    group: Members,
     key: GatherKey,
-    slot: Arc<Slot>,
+    slot: Arc<S>,
     /// One for each rank of the group.
     members: Vec<Presence>,
 }
@@ -42,8 +51,8 @@ enum Presence {
 
 /// A rank's way into a gather.
 #[derive(Debug)]
-pub(super) struct Joined {
-    pub(super) slot: Arc<Slot>,
+pub(super) struct Joined<S> {
+    pub(super) slot: Arc<S>,
     /// Whether the rank has yet to add its part.
     pub(super) lacks_part: bool,
     /// Whether the rank has opened the gather.
@@ -52,22 +61,28 @@ pub(super) struct Joined {
 
 /// A part that a rank has undertaken to add for others.
 #[derive(Debug)]
-pub(super) struct Claim {
-    pub(super) slot: Arc<Slot>,
+pub(super) struct Claim<S> {
+    pub(super) slot: Arc<S>,
     /// The rank's number in the gather's group.
     pub(super) rank: usize,
     pub(super) inputs: Vec<GatherInput>,
 }
 
-impl OpenGathers {
+impl<S: GatherSlot> OpenGathers<S> {
+    pub(super) fn new() -> Self {
+        Self {
+            list: Mutex::default(),
+        }
+    }
+
     /// Joins `rank` of the group to the gather of this key that it has not joined, or opens one.
     pub(super) fn join(
         &self,
-        group: &Arc<Group>,
+        group: &Members,
         rank: usize,
         key: GatherKey,
-        new_slot: impl FnOnce() -> Arc<Slot>,
-    ) -> Joined {
+        new_slot: impl FnOnce() -> Arc<S>,
+    ) -> Joined<S> {
         let mut list = self.list.lock();
         let found = list.iter_mut().find(|gather| {
             let can_join = matches!(gather.members[rank], Presence::Absent | Presence::Served);
@@ -87,7 +102,7 @@ impl OpenGathers {
             let is_older = Arc::ptr_eq(&gather.group, group) && same_unit;
             !is_older || gather.has(Presence::Joined) || !gather.slot.is_complete()
         });
-        let mut members = vec![Presence::Absent; group.size()];
+        let mut members = vec![Presence::Absent; group.len()];
         members[rank] = Presence::Joined;
         let slot = new_slot();
         list.push(OpenGather {
@@ -109,10 +124,10 @@ impl OpenGathers {
         &self,
         launch_rank: usize,
         mut inputs: impl FnMut(&GatherKey) -> Option<Vec<GatherInput>>,
-    ) -> Vec<Claim> {
+    ) -> Vec<Claim<S>> {
         let mut claims = Vec::new();
         for gather in self.list.lock().iter_mut() {
-            let Some(rank) = gather.group.rank_of(launch_rank) else {
+            let Some(rank) = rank_in(&gather.group, launch_rank) else {
                 continue;
             };
             if gather.members[rank] == Presence::Absent
@@ -130,7 +145,7 @@ impl OpenGathers {
     }
 
     /// Notes that a rank has dropped its ticket.
-    pub(super) fn leave(&self, slot: &Arc<Slot>, rank: usize) {
+    pub(super) fn leave(&self, slot: &Arc<S>, rank: usize) {
         let mut list = self.list.lock();
         if let Some(gather) = list.iter_mut().find(|g| Arc::ptr_eq(&g.slot, slot)) {
             gather.members[rank] = Presence::Left;
@@ -142,7 +157,7 @@ impl OpenGathers {
     pub(super) fn pass_by(&self, launch_rank: usize) {
         let mut list = self.list.lock();
         for gather in list.iter_mut() {
-            if let Some(rank) = gather.group.rank_of(launch_rank)
+            if let Some(rank) = rank_in(&gather.group, launch_rank)
                 && gather.members[rank] == Presence::Served
             {
                 gather.members[rank] = Presence::PassedBy;
@@ -157,7 +172,7 @@ impl OpenGathers {
     }
 }
 
-impl OpenGather {
+impl<S: GatherSlot> OpenGather<S> {
     fn has(&self, presence: Presence) -> bool {
         self.members.contains(&presence)
     }
@@ -168,4 +183,9 @@ impl OpenGather {
         let may_come = self.has(Presence::Served) && self.slot.is_complete();
         !self.has(Presence::Joined) && !may_come
     }
+}
+
+/// The number in a group of a rank of the launch, if it is a member.
+pub(super) fn rank_in(group: &[usize], launch_rank: usize) -> Option<usize> {
+    group.iter().position(|&rank| rank == launch_rank)
 }

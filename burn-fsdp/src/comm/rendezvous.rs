@@ -26,7 +26,7 @@ use parking_lot::{Condvar, Mutex};
 
 use super::buffer::BufferPool;
 use super::gather::write_shards;
-use super::open_gathers::OpenGathers;
+use super::open_gathers::{GatherSlot, Members, OpenGathers};
 use super::{Call, GatherKey, GatherSource};
 use crate::{FsdpError, Result};
 
@@ -46,7 +46,7 @@ pub(crate) struct Launch {
     last_calls: Vec<Mutex<Option<Call>>>,
     /// Each rank's modules, by their number.
     sources: Vec<Mutex<HashMap<u64, Weak<dyn GatherSource>>>>,
-    open_gathers: OpenGathers,
+    open_gathers: OpenGathers<Slot>,
     sleepers: Mutex<Sleepers>,
     changed: Condvar,
 }
@@ -76,7 +76,7 @@ impl Launch {
             returned: (0..world_size).map(|_| AtomicBool::new(false)).collect(),
             last_calls: (0..world_size).map(|_| Mutex::new(None)).collect(),
             sources: (0..world_size).map(|_| Mutex::default()).collect(),
-            open_gathers: OpenGathers::default(),
+            open_gathers: OpenGathers::new(),
             sleepers: Mutex::new(Sleepers {
                 epoch: 0,
                 asleep_since: vec![None; world_size],
@@ -182,7 +182,7 @@ pub(super) type Part = Arc<dyn Any + Send + Sync>;
 pub(super) struct Group {
     pub(super) launch: Arc<Launch>,
     /// The members, by their rank in the launch.
-    pub(super) ranks: Vec<usize>,
+    pub(super) ranks: Members,
     slots: Mutex<HashMap<u64, Arc<Slot>>>,
     pub(super) pool: Arc<BufferPool>,
 }
@@ -199,13 +199,15 @@ pub(super) struct Slot {
     left: AtomicUsize,
 }
 
+impl GatherSlot for Slot {
+    fn is_complete(&self) -> bool {
+        self.arrived.load(Ordering::Acquire) == self.size
+    }
+}
+
 impl Slot {
     fn common<T: Send + Sync + 'static>(&self) -> Arc<T> {
         downcast(self.common.clone())
-    }
-
-    pub(super) fn is_complete(&self) -> bool {
-        self.arrived.load(Ordering::Acquire) == self.size
     }
 
     /// Shows the part of a rank of the group. Once a rank only.
@@ -235,7 +237,7 @@ impl Group {
     pub(super) fn new(launch: Arc<Launch>, ranks: Vec<usize>) -> Arc<Self> {
         Arc::new(Self {
             launch,
-            ranks,
+            ranks: Arc::new(ranks),
             slots: Default::default(),
             pool: Default::default(),
         })
@@ -243,11 +245,6 @@ impl Group {
 
     pub(super) fn size(&self) -> usize {
         self.ranks.len()
-    }
-
-    /// The number in this group of a rank of the launch, if it is a member.
-    pub(super) fn rank_of(&self, launch_rank: usize) -> Option<usize> {
-        self.ranks.iter().position(|&rank| rank == launch_rank)
     }
 }
 
@@ -296,7 +293,7 @@ impl Seat {
         let new_slot = || self.new_slot(&call, common());
         let joined = launch
             .open_gathers
-            .join(&self.group, self.rank, key, new_slot);
+            .join(&self.group.ranks, self.rank, key, new_slot);
         if joined.is_new {
             launch.notify();
         }
@@ -458,7 +455,7 @@ impl Ticket {
 
     fn missing(&self) -> Vec<usize> {
         let parts = self.slot.parts.lock();
-        let absent = parts.iter().zip(&self.group.ranks);
+        let absent = parts.iter().zip(self.group.ranks.iter());
         absent
             .filter_map(|(part, &rank)| part.is_none().then_some(rank))
             .collect()
