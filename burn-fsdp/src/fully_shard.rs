@@ -17,7 +17,7 @@ use crate::param::ShardedParam;
 use crate::placement::{Placement, ShardLayout};
 use crate::plan::{MemberIndex, ParamPlan, ROOT, ShardingPlan};
 use crate::state::FsdpState;
-use crate::tree::{Tied, find_untied, placeholder_value};
+use crate::tree::{Tied, Untied, placeholder_value};
 use crate::unshard::MemberHandle;
 use crate::{FsdpConfig, FsdpError, Result};
 
@@ -125,12 +125,20 @@ impl<M: Module> FullyShard for M {
 /// What rank 0 finds, as its values are taken.
 fn broadcast_untied<M: Module>(module: &M, group: &ProcessGroup) -> Result<HashSet<String>> {
     let own = match group.rank() {
-        0 => find_untied(module).join("\n").into_bytes(),
-        _ => Vec::new(),
+        0 => Untied::of(module),
+        _ => Untied::default(),
     };
-    let untied = group.broadcast_bytes(0, own)?;
-    let untied = String::from_utf8_lossy(&untied);
-    Ok(untied.lines().map(str::to_string).collect())
+    let conflict = own.conflict.map(|(a, b)| format!("{a}\n{b}"));
+    let conflict = group.broadcast_bytes(0, conflict.unwrap_or_default().into_bytes())?;
+    if let Some((a, b)) = String::from_utf8_lossy(&conflict).split_once('\n') {
+        return Err(FsdpError::argument(format!(
+            "\"{a}\" and \"{b}\" have one parameter id, other values, and are both trained; Burn's \
+             gradients and optimizers go by the id, so build one of them by itself or freeze it"
+        )));
+    }
+    let paths = group.broadcast_bytes(0, own.paths.join("\n").into_bytes())?;
+    let paths = String::from_utf8_lossy(&paths);
+    Ok(paths.lines().map(str::to_string).collect())
 }
 
 fn device_of<M: Module>(module: &M) -> Result<Device> {

@@ -1,6 +1,8 @@
 //! The norm of a sharded gradient, and clipping by it.
 
-use burn::module::{Module, ModuleVisitor, Param};
+use std::collections::HashSet;
+
+use burn::module::{Module, ModuleVisitor, Param, ParamId};
 use burn::optim::GradientsParams;
 use burn::tensor::Tensor;
 
@@ -45,6 +47,7 @@ impl<M: Module> FsdpModule<M> {
             grads,
             counts_replicated: self.mesh().shard_rank() == 0,
             norm,
+            seen: HashSet::new(),
             total: Ok(0.0),
         };
         self.visit(&mut local);
@@ -78,8 +81,8 @@ impl<M: Module> FsdpModule<M> {
     ///
     /// All ranks must call this, in the same order. The factor is
     /// `min(1, max_norm / (norm + 1e-6))`, as in PyTorch. Ignored parameters are neither counted nor
-    /// scaled. On a norm that is NaN or infinite every
-    /// rank does what [`NonFinite`](crate::NonFinite) says.
+    /// scaled. On a norm that is NaN or infinite every rank does what
+    /// [`NonFinite`](crate::NonFinite) says.
     ///
     /// # Errors
     ///
@@ -109,6 +112,7 @@ impl<M: Module> FsdpModule<M> {
                 path: PathStack::default(),
                 grads: &mut grads,
                 factor,
+                seen: HashSet::new(),
             });
         }
         Ok((grads, norm))
@@ -129,6 +133,8 @@ struct LocalNorm<'a> {
     grads: &'a GradientsParams,
     counts_replicated: bool,
     norm: NormType,
+    /// A gradient is its id's, and several parameters may have one id.
+    seen: HashSet<ParamId>,
     total: Result<f64>,
 }
 
@@ -141,7 +147,7 @@ impl ModuleVisitor for LocalNorm<'_> {
         };
         let placement = self.plan.units()[index.unit].params[index.member].placement;
         let counts = self.counts_replicated || placement != crate::Placement::Replicate;
-        if index.is_alias || !counts {
+        if !counts || !self.seen.insert(param.id) {
             return;
         }
         let Some(gradient) = self.grads.get::<D>(param.id) else {
@@ -164,14 +170,14 @@ struct Scale<'a> {
     path: PathStack,
     grads: &'a mut GradientsParams,
     factor: f64,
+    seen: HashSet<ParamId>,
 }
 
 impl ModuleVisitor for Scale<'_> {
     follow_path!();
 
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        let index = self.plan.find(&self.path.join());
-        if index.is_none_or(|index| index.is_alias) {
+        if self.plan.find(&self.path.join()).is_none() || !self.seen.insert(param.id) {
             return;
         }
         if let Some(gradient) = self.grads.remove::<D>(param.id) {

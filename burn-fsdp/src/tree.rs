@@ -132,20 +132,30 @@ pub(crate) fn placeholder_value<const D: usize>(
     Tensor::<D>::full([1; D], f32::NAN, (device, dtype)).expand(shape.clone())
 }
 
-/// Paths of parameters that have the id of an earlier one and are not tied to it: a clone that was
-/// frozen, or given other values. Of parameters that are not initialised yet this cannot be told;
-/// they are taken for tied, and checked once they are.
-pub(crate) fn find_untied<M: Module>(module: &M) -> Vec<String> {
-    let mut find = FindUntied::default();
-    module.visit(&mut find);
-    find.untied
+/// Parameters that have the id of an earlier one and are not tied to it: a clone that was frozen, or
+/// given other values. Of parameters that are not initialised yet this cannot be told; they are
+/// taken for tied, and checked once they are.
+#[derive(Debug, Default)]
+pub(crate) struct Untied {
+    /// Their paths.
+    pub(crate) paths: Vec<String>,
+    /// The first two that are both trained: their gradients would be one in Burn.
+    pub(crate) conflict: Option<(String, String)>,
+}
+
+impl Untied {
+    pub(crate) fn of<M: Module>(module: &M) -> Self {
+        let mut find = FindUntied::default();
+        module.visit(&mut find);
+        find.untied
+    }
 }
 
 #[derive(Default)]
 struct FindUntied {
     path: PathStack,
-    first: HashMap<ParamId, Tied>,
-    untied: Vec<String>,
+    first: HashMap<ParamId, (String, Tied)>,
+    untied: Untied,
 }
 
 /// What parameters that are tied have in common.
@@ -182,14 +192,16 @@ impl ModuleVisitor for FindUntied {
         if !param.is_initialized() || D == 0 {
             return;
         }
-        match self.first.get(&param.id) {
-            None => {
-                self.first.insert(param.id, Tied::of(param));
+        let (path, tied) = (self.path.join(), Tied::of(param));
+        let Some((first_path, first)) = self.first.get(&param.id) else {
+            self.first.insert(param.id, (path, tied));
+            return;
+        };
+        if !first.is_tied_to(&tied) {
+            if first.trained && tied.trained && self.untied.conflict.is_none() {
+                self.untied.conflict = Some((first_path.clone(), path.clone()));
             }
-            Some(first) if !first.is_tied_to(&Tied::of(param)) => {
-                self.untied.push(self.path.join());
-            }
-            Some(_) => {}
+            self.untied.paths.push(path);
         }
     }
 }

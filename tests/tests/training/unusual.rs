@@ -10,7 +10,8 @@ use burn::prelude::*;
 use burn::tensor::{DType, TensorData};
 use burn_fsdp::{
     DeviceMesh, Event, FsdpConfig, FsdpError, FsdpModule, FullyShard, LaunchConfig, LoadMode,
-    MixedPrecisionPolicy, ProcessGroup, ReshardAfterForward, Result, StateDict, StateDictTarget,
+    MixedPrecisionPolicy, NormType, ProcessGroup, ReshardAfterForward, Result, StateDict,
+    StateDictTarget,
 };
 use burn_fsdp_tests::models::{Branches, Stack, Tied};
 use burn_fsdp_tests::{
@@ -177,6 +178,12 @@ fn a_frozen_clone_inside_the_module_is_not_tied_to_what_it_was_cloned_from() {
         let output = model.student.forward(mine(&pg, 0).floats::<2>(1, &[3]));
         let loss = regression(output, &mine(&pg, 0));
         let grads = model.backward(loss);
+        // The two have one id, and the gradient counts once.
+        let norm = model.grad_norm(&grads, NormType::L2)?;
+        let (clipped, _) = model.clip_grad_norm(grads, norm / 2.0)?;
+        let halved = model.grad_norm(&clipped, NormType::L2)?;
+        assert!((halved / norm - 0.5).abs() < 1e-5, "{halved} of {norm}");
+        let grads = clipped;
         let model = model.step(&mut SgdConfig::new().init(), 0.1, grads)?;
         let after = model.full_state_dict(StateDictTarget::AllRanks)?;
         let moved = |name: &str| before[name] != after[name];
@@ -186,6 +193,24 @@ fn a_frozen_clone_inside_the_module_is_not_tied_to_what_it_was_cloned_from() {
     {
         assert!(student_moved && !teacher_moved);
     }
+}
+
+#[test]
+fn two_trained_parameters_of_one_id_and_other_values_are_refused_on_all_ranks() {
+    #[derive(Module, Debug)]
+    struct Pair {
+        a: One,
+        b: One,
+    }
+    let error = ranks(2, |pg| {
+        let a = One::new(&device());
+        let b = scaled(a.clone(), 2.0);
+        let result = Pair { a, b }.fully_shard(&DeviceMesh::shard(&pg), &FsdpConfig::new());
+        assert!(matches!(result, Err(FsdpError::InvalidArgument(_))));
+        result.map(drop)
+    })
+    .unwrap_err();
+    assert_names(&error.to_string(), &["\"a.w\"", "\"b.w\"", "id"]);
 }
 
 #[test]
