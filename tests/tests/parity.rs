@@ -98,7 +98,7 @@ fn a_gpt_with_a_vec_of_blocks_trains_as_dense_at_world_5() {
 
 #[test]
 fn a_gpt_trains_as_dense_without_gradient_checkpointing() {
-    for world in [2, 3] {
+    for world in 1..=5 {
         Parity {
             device: device_without_checkpointing(),
             ..gpt(world)
@@ -118,7 +118,7 @@ fn an_mlp_trains_as_dense_without_gradient_checkpointing() {
 
 #[test]
 fn a_burn_transformer_encoder_trains_as_dense() {
-    for (world, norm_first) in [(2, false), (3, true), (5, true)] {
+    for (world, norm_first) in (1..=5).zip([true, false, true, true, false]) {
         Parity::new(
             world,
             move |d| EncoderNet::new(norm_first, d),
@@ -144,21 +144,21 @@ fn a_burn_transformer_encoder_trains_as_dense_without_gradient_checkpointing() {
 
 #[test]
 fn a_burn_transformer_decoder_trains_as_dense() {
-    for world in [2, 3] {
+    for world in 1..=5 {
         Parity::new(world, DecoderNet::new, |m, i| m.loss(i)).check();
     }
 }
 
 #[test]
 fn a_llama_block_with_rms_norm_swiglu_and_rope_trains_as_dense() {
-    for world in [2, 3, 4] {
+    for world in 1..=5 {
         Parity::new(world, Llama::new, |m, i| m.loss(i)).check();
     }
 }
 
 #[test]
 fn an_lstm_and_a_gru_train_as_dense() {
-    for world in [2, 3] {
+    for world in 1..=5 {
         Parity::new(world, Recurrent::new, |m, i| m.loss(i)).check();
     }
 }
@@ -175,12 +175,37 @@ fn an_lstm_and_a_gru_train_as_dense_without_gradient_checkpointing() {
 
 #[test]
 fn convolutions_with_batch_and_group_norm_train_as_dense_on_the_same_data() {
+    for world in 1..=5 {
+        for device in [burn_fsdp_tests::device(), device_without_checkpointing()] {
+            // Not Adam: a bias before a normalisation has no gradient but noise, which Adam makes as large as
+            // any, and which depends on how the mean over ranks is rounded.
+            let base = Parity::new(world, ConvNet::new, |m: &ConvNet, i| m.loss(i));
+            Parity {
+                device,
+                same_data: true,
+                batch: 4,
+                optimizer: || SgdConfig::new().init(),
+                lr: 0.05,
+                ..base
+            }
+            .check();
+        }
+    }
+}
+
+#[test]
+fn a_decoder_and_a_llama_block_train_as_dense_without_gradient_checkpointing() {
     for world in [2, 3] {
-        let base = Parity::new(world, ConvNet::new, |m: &ConvNet, i| m.loss(i));
+        let decoder = Parity::new(world, DecoderNet::new, |m, i| m.loss(i));
         Parity {
-            same_data: true,
-            batch: 4,
-            ..base
+            device: device_without_checkpointing(),
+            ..decoder
+        }
+        .check();
+        let llama = Parity::new(world, Llama::new, |m, i| m.loss(i));
+        Parity {
+            device: device_without_checkpointing(),
+            ..llama
         }
         .check();
     }
@@ -188,7 +213,7 @@ fn convolutions_with_batch_and_group_norm_train_as_dense_on_the_same_data() {
 
 #[test]
 fn an_embedding_tied_to_the_head_trains_as_dense() {
-    for world in [2, 3] {
+    for world in 1..=5 {
         let base = Parity::new(world, Tied::new, |m: &Tied, i| m.loss(i));
         let tie = |mut model: Tied| {
             model.head = model.emb.weight.clone();
@@ -204,7 +229,7 @@ fn an_embedding_tied_to_the_head_trains_as_dense() {
 
 #[test]
 fn frozen_parameters_stay_frozen_and_the_rest_trains_as_dense() {
-    for world in [2, 3] {
+    for world in 1..=5 {
         let init = |d: &burn::prelude::Device| {
             let mut model = Stack::new(3, 5, d);
             model.inp = model.inp.no_grad();
@@ -255,7 +280,7 @@ fn a_wholly_frozen_unit_without_gradient_checkpointing_trains_as_dense() {
 
 #[test]
 fn a_parameter_unused_on_every_rank_stays_as_the_dense_optimizer_leaves_it() {
-    for world in [2, 3] {
+    for world in 1..=5 {
         let parity = Parity::new(world, Branches::new, |m: &Branches, i| m.loss(i, false));
         parity.check();
         let run = &parity.sharded().unwrap()[0];
@@ -290,7 +315,7 @@ fn branches(world: usize, uses: fn(&burn_fsdp_tests::Input) -> bool) -> Parity<B
 
 #[test]
 fn a_parameter_unused_on_rank_0_only_gets_the_mean_with_zero_from_rank_0() {
-    for world in [2, 3] {
+    for world in 2..=5 {
         let parity = branches(world, |i| i.rank != Some(0));
         parity.check();
         assert!(parity.dense().grads.contains_key("sometimes.0.weight"));
@@ -307,7 +332,7 @@ fn branch_units(world: usize, uses: fn(&burn_fsdp_tests::Input) -> bool) -> Pari
 
 #[test]
 fn units_unused_on_rank_0_only_train_as_dense() {
-    for world in [2, 3] {
+    for world in 1..=5 {
         branch_units(world, |i| i.rank != Some(0)).check();
     }
 }
@@ -363,7 +388,7 @@ fn a_parameter_used_in_every_other_step_trains_as_dense() {
 
 #[test]
 fn sgd_with_momentum_trains_as_dense() {
-    for world in [2, 3] {
+    for world in 1..=5 {
         Parity {
             optimizer: || {
                 SgdConfig::new()
@@ -404,7 +429,7 @@ fn adamw_with_weight_decay_and_amsgrad_trains_as_dense() {
 
 #[test]
 fn lion_trains_as_dense() {
-    for world in [2, 3] {
+    for world in 1..=5 {
         Parity {
             optimizer: || LionConfig::new().init(),
             lr: 1e-3,
@@ -416,7 +441,7 @@ fn lion_trains_as_dense() {
 
 #[test]
 fn adan_trains_as_dense() {
-    for world in [2, 3] {
+    for world in 1..=5 {
         Parity {
             optimizer: || AdanConfig::new().init(),
             ..mlp(world)
@@ -427,7 +452,7 @@ fn adan_trains_as_dense() {
 
 #[test]
 fn rms_prop_trains_as_dense() {
-    for world in [2, 3] {
+    for world in 1..=5 {
         Parity {
             optimizer: || RmsPropConfig::new().init(),
             lr: 1e-3,
@@ -457,7 +482,7 @@ fn two_parameter_groups_train_as_dense() {
 
 #[test]
 fn parameters_sharded_on_dim_1_train_as_dense() {
-    for world in [2, 3, 4] {
+    for world in 1..=5 {
         let base = stack(world);
         Parity {
             config: Box::new(|| {
@@ -598,7 +623,7 @@ fn prefetch_on_or_off_trains_as_dense() {
 
 #[test]
 fn shards_offloaded_to_the_cpu_train_as_dense() {
-    for world in [2, 3] {
+    for world in 1..=5 {
         let base = gpt(world);
         let config = || FsdpConfig::new().with_offload(OffloadPolicy::Cpu);
         Parity {

@@ -477,3 +477,23 @@ fn a_step_makes_one_reduce_scatter_a_unit_and_no_all_reduce() {
     })
     .unwrap();
 }
+
+#[test]
+fn the_unit_that_followed_before_is_gathered_ahead() {
+    for (prefetch, gathered) in [(true, 3), (false, 2)] {
+        for all_gathers in ranks(2, |pg| {
+            let config = FsdpConfig::new().with_prefetch(prefetch);
+            let model = sharded(&pg, &config)?;
+            let grads = model.backward(model.loss(&mine(&pg, 0)));
+            drop(grads);
+            let before = model.collectives().all_gathers;
+            // The root, the first layer, and the second ahead of its use.
+            drop(model.layers[0].fc.weight.val());
+            Ok(model.collectives().all_gathers - before)
+        })
+        .unwrap()
+        {
+            assert_eq!(all_gathers, gathered, "prefetch: {prefetch}");
+        }
+    }
+}
