@@ -1,5 +1,6 @@
 //! What backward owes a unit for one forward.
 
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
 
 use burn::backend::autodiff::NodeId;
@@ -26,6 +27,9 @@ pub(crate) struct MemberUse {
     pub(crate) handed_out: u32,
     /// The module call during which it was handed out last.
     pub(crate) last_call: u64,
+    /// Tells the module calls during which it was handed out from others, counted from the first of
+    /// this forward.
+    pub(crate) calls: u64,
     pub(crate) node: Option<NodeId>,
     pub(crate) gradient: Option<Tensor<1>>,
 }
@@ -47,10 +51,19 @@ impl Pass {
         Arc::strong_count(&self.owed) > 1
     }
 
-    pub(crate) fn hand_out(&mut self, member: usize, node: NodeId, call: u64) -> Arc<()> {
+    pub(crate) fn hand_out(
+        &mut self,
+        member: usize,
+        node: NodeId,
+        call: u64,
+        first_call: u64,
+    ) -> Arc<()> {
         let member = &mut self.members[member];
         member.handed_out += 1;
         member.last_call = call;
+        let mut calls = DefaultHasher::new();
+        (member.calls, call.wrapping_sub(first_call)).hash(&mut calls);
+        member.calls = calls.finish();
         member.node = Some(node);
         self.outstanding += 1;
         self.owed.clone()

@@ -130,6 +130,8 @@ pub(crate) struct Schedule {
     pub(crate) pass: u64,
     /// The first pass since the last backward.
     first_pass: u64,
+    /// The module call of the first hand-out since then.
+    first_call: Option<u64>,
     /// Whether ranks have agreed on the backward under way.
     pub(crate) agreed: bool,
     /// Backwards without sync since the last with.
@@ -158,6 +160,7 @@ impl Schedule {
             explicit_prefetch: HashMap::new(),
             pass: 0,
             first_pass: 0,
+            first_call: None,
             agreed: false,
             held: 0,
             events: None,
@@ -173,6 +176,7 @@ impl Schedule {
         self.awaited.fill(false);
         self.pass += 1;
         self.first_pass = self.pass;
+        self.first_call = None;
         self.agreed = false;
         self.deferred.fill(false);
         for unit in &mut self.units {
@@ -204,6 +208,11 @@ impl Schedule {
             self.pass += 1;
         }
         self.pass
+    }
+
+    /// The module call with which the forward began, of which a hand-out in `call` is part.
+    pub(crate) fn first_call(&mut self, call: u64) -> u64 {
+        *self.first_call.get_or_insert(call)
     }
 
     /// Whether the gradients of a complete pass can be reduced at once. Ranks agree on the passes of
@@ -320,8 +329,8 @@ impl Schedule {
             let mut hasher = DefaultHasher::new();
             for pass in unit.passes().iter().filter(|p| p.id >= self.first_pass) {
                 (pass.id - self.first_pass).hash(&mut hasher);
-                let counts = pass.members.iter().map(|member| member.handed_out);
-                counts.collect::<Vec<_>>().hash(&mut hasher);
+                let uses = pass.members.iter().map(|m| (m.handed_out, m.calls));
+                uses.collect::<Vec<_>>().hash(&mut hasher);
             }
             unit.trainable().hash(&mut hasher);
             hasher.finish()

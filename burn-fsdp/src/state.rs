@@ -177,10 +177,11 @@ impl FsdpState {
         let mut schedule = self.schedule.lock();
         schedule.enter_forward();
         let pass = schedule.pass_for(unit, member, call);
+        let first_call = schedule.first_call(call);
         HandOut {
             pass,
             generation: self.generation(unit),
-            _owed: schedule.units[unit].hand_out(pass, member, node, call),
+            _owed: schedule.units[unit].hand_out(pass, member, node, call, first_call),
         }
     }
 

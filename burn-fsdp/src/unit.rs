@@ -255,8 +255,9 @@ impl Unit {
         member: usize,
         node: NodeId,
         call: u64,
+        first_call: u64,
     ) -> Arc<()> {
-        self.pass_mut(pass).hand_out(member, node, call)
+        self.pass_mut(pass).hand_out(member, node, call, first_call)
     }
 
     fn pass_mut(&mut self, id: u64) -> &mut Pass {

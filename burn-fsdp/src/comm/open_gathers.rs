@@ -2,7 +2,8 @@
 //!
 //! Each rank adds its part to a gather once: when it asks for the unit itself, or before that, when
 //! it waits for something else and *serves* those who have asked. A rank that has served finds the
-//! gather again when it asks later, so the list keeps it until no rank can want it any more.
+//! gather again when it asks later: the others may by then have gone on and changed their shards. So
+//! the list keeps it until the rank has asked, or the unit is gathered anew.
 
 use std::sync::Arc;
 
@@ -45,8 +46,6 @@ enum Presence {
     Joined,
     /// Has asked, and dropped its ticket.
     Left,
-    /// Has served and moved on to a collective that comes after its use of the unit.
-    PassedBy,
 }
 
 /// A rank's way into a gather.
@@ -149,19 +148,6 @@ impl<S: GatherSlot> OpenGathers<S> {
         let mut list = self.list.lock();
         if let Some(gather) = list.iter_mut().find(|g| Arc::ptr_eq(&g.slot, slot)) {
             gather.members[rank] = Presence::Left;
-        }
-        list.retain(|gather| !gather.is_done());
-    }
-
-    /// Notes that a rank of the launch enters a collective that is matched by position.
-    pub(super) fn pass_by(&self, launch_rank: usize) {
-        let mut list = self.list.lock();
-        for gather in list.iter_mut() {
-            if let Some(rank) = rank_in(&gather.group, launch_rank)
-                && gather.members[rank] == Presence::Served
-            {
-                gather.members[rank] = Presence::PassedBy;
-            }
         }
         list.retain(|gather| !gather.is_done());
     }

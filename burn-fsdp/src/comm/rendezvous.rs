@@ -268,7 +268,6 @@ impl Seat {
     /// Takes this rank's place in the group's next collective.
     pub(super) fn enter(&self, call: Call, common: impl FnOnce() -> Part) -> Result<Ticket> {
         self.begin(&call)?;
-        self.group.launch.open_gathers.pass_by(self.launch_rank());
         let position = self.next.fetch_add(1, Ordering::Relaxed);
         let slot = self
             .group

@@ -541,3 +541,59 @@ fn inference_on_four_ranks_ends_in_no_rank_waiting_for_another() {
         .unwrap();
     }
 }
+
+#[test]
+fn forwards_that_overlap_with_other_units_on_each_rank_have_backwards_of_their_own() {
+    let plain = dense(Branches::new, &device());
+    let want = |step: usize, used_by: usize| {
+        let half = |rank: usize| {
+            let input = Input::new(step, rank * 2..rank * 2 + 2, &device());
+            plain.loss(&input, rank == used_by) / 2.0
+        };
+        let loss = half(0) + half(1);
+        gradients_of(
+            &plain,
+            &GradientsParams::from_grads(loss.backward(), &plain),
+        )
+    };
+    let (first, second) = (want(0, 1), want(1, 0));
+    for (rank, got) in ranks(2, |pg| {
+        let model =
+            Branches::new(&device()).fully_shard(&DeviceMesh::shard(&pg), &FsdpConfig::new())?;
+        let loss = |step, used_by| model.loss(&mine(&pg, step), pg.rank() == used_by);
+        let (loss_0, loss_1) = (loss(0, 1), loss(1, 0));
+        let grads_0 = gradients_of(&model, &model.try_backward(loss_0)?);
+        let grads_1 = gradients_of(&model, &model.try_backward(loss_1)?);
+        Ok((grads_0, grads_1))
+    })
+    .unwrap()
+    .into_iter()
+    .enumerate()
+    {
+        assert_shards(&got.0, &first, 2, rank);
+        assert_shards(&got.1, &second, 2, rank);
+    }
+}
+
+#[test]
+fn a_rank_that_steps_after_a_dropped_forward_does_not_leave_the_others_waiting() {
+    for _ in 0..50 {
+        ranks(4, |pg| {
+            let config =
+                FsdpConfig::new().with_reshard_after_forward(ReshardAfterForward::Groups(2));
+            let mut model = sharded(&pg, &config)?;
+            let mut optim = SgdConfig::new().init();
+            for step in 0..3 {
+                let grads = model.try_backward(model.loss(&mine(&pg, step)))?;
+                // Layers again and the root last, in a forward whose loss goes nowhere.
+                let x = mine(&pg, step).floats::<2>(1, &[super::D]);
+                let layers = [0, 2, 0, 1].map(|i| &model.layers[i]);
+                let x = layers.iter().fold(x, |x, layer| layer.fc.forward(x));
+                drop(model.out.forward(x));
+                model = model.step(&mut optim, 0.1, grads)?;
+            }
+            model.full_state_dict(StateDictTarget::RankZero).map(drop)
+        })
+        .unwrap();
+    }
+}
