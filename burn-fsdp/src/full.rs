@@ -20,8 +20,8 @@ pub(crate) fn gather(state: &FsdpState, path: &str, index: MemberIndex) -> Resul
         shard,
     };
     let inputs = vec![input];
-    let call =
-        Call::gather(format!("parameter \"{path}\""), &inputs).with_detail(state.context.module);
+    let call = Call::gather(format!("parameter \"{path}\""), &inputs)
+        .with_detail((state.context.module, state.generation(index.unit)));
     let engine = group.engine();
     let work = engine.all_gather(call, None, inputs, &Default::default())?;
     Ok(work.wait()?.remove(0))

@@ -10,6 +10,8 @@ use std::collections::HashMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
 
+use burn::tensor::Tensor;
+
 use crate::Result;
 use crate::board::{AfterForward, Context, UnitSpec};
 use crate::comm::Call;
@@ -222,6 +224,23 @@ impl Schedule {
         is_agreed_on && !self.deferred[unit]
     }
 
+    /// A member's full parameter, flat.
+    pub(crate) fn unsharded(
+        &mut self,
+        unit: usize,
+        member: usize,
+        context: &Context,
+    ) -> Result<Tensor<1>> {
+        let in_subgroup = self.in_subgroup();
+        self.units[unit].unsharded(context, member, in_subgroup)
+    }
+
+    /// Whether regrouped units are gathered over their subgroups: in a backward that ranks have agreed
+    /// on. In forward a rank may skip a unit, and the gather is matched by unit then.
+    pub(crate) fn in_subgroup(&self) -> bool {
+        self.phase == Phase::Backward && self.agreed
+    }
+
     /// Whether the unit outlives the use of others in this phase.
     pub(crate) fn stays(&self, unit: usize) -> bool {
         matches!(self.units[unit].spec.after_forward, AfterForward::Keep)
@@ -234,7 +253,7 @@ impl Schedule {
         }
         if self.phase == Phase::Forward && self.stays(ROOT) && self.units[ROOT].is_sharded() {
             // All ranks gather the root first, even those that use none of its parameters now.
-            self.units[ROOT].start_unshard(context)?;
+            self.units[ROOT].start_unshard(context, false)?;
         }
         let wanted = self.ahead_of(unit);
         for other in 0..self.units.len() {
@@ -266,8 +285,9 @@ impl Schedule {
         }
         self.current = Some(unit);
         let is_explicit = self.explicit_prefetch.contains_key(&(self.phase, unit));
+        let in_subgroup = self.in_subgroup();
         for ahead in self.ahead_of(unit) {
-            self.units[ahead].start_unshard(context)?;
+            self.units[ahead].start_unshard(context, in_subgroup)?;
             self.awaited[ahead] |= is_explicit;
         }
         Ok(())

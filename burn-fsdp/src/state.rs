@@ -109,6 +109,9 @@ impl FsdpState {
             no_sync_guards: 0,
             ..own.switches
         };
+        for (unit, own) in schedule.units.iter().zip(&own.units) {
+            unit.board().lock().generation = own.board().lock().generation;
+        }
         let mut number = DefaultHasher::new();
         let nth = self.copies.fetch_add(1, Ordering::Relaxed);
         (self.context.module, nth, "copy").hash(&mut number);
@@ -221,7 +224,7 @@ impl FsdpState {
         }
         schedule.make_room(unit, &self.context)?;
         let was_unsharded = schedule.units[unit].is_unsharded();
-        let full = schedule.units[unit].unsharded(&self.context, member)?;
+        let full = schedule.unsharded(unit, member, &self.context)?;
         if !was_unsharded {
             schedule.record(unit, |unit| Event::Unshard { unit });
         }
@@ -234,7 +237,7 @@ impl FsdpState {
         if schedule.units[unit].is_empty() || schedule.units[unit].is_unsharded() {
             return Ok(());
         }
-        schedule.units[unit].unsharded(&self.context, 0)?;
+        schedule.unsharded(unit, 0, &self.context)?;
         schedule.record(unit, |unit| Event::Unshard { unit });
         Ok(())
     }

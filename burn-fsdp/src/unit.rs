@@ -144,14 +144,15 @@ impl Unit {
         matches!(self.unsharded, Unsharded::Here(_))
     }
 
-    /// Starts the all-gather, unless the unit is unsharded or on its way. Memory for the full
-    /// parameters is held from here to [`free`](Self::free).
-    pub(crate) fn start_unshard(&mut self, context: &Context) -> Result<()> {
+    /// Starts the all-gather, unless the unit is unsharded or on its way: over the subgroup if the
+    /// unit is regrouped and ranks have agreed that all have it so. Memory for the full parameters is
+    /// held from here to [`free`](Self::free).
+    pub(crate) fn start_unshard(&mut self, context: &Context, in_subgroup: bool) -> Result<()> {
         if self.is_empty() || !self.is_sharded() {
             return Ok(());
         }
         let (group, key, inputs) = match (&self.regrouped, &self.spec.after_forward) {
-            (Some(regrouped), AfterForward::Regroup(group)) => {
+            (Some(regrouped), AfterForward::Regroup(group)) if in_subgroup => {
                 (group, None, self.regrouped_inputs(&regrouped.shards, group))
             }
             _ => {
@@ -187,8 +188,13 @@ impl Unit {
     }
 
     /// Waits until the unit is unsharded; a member's full parameter, flat.
-    pub(crate) fn unsharded(&mut self, context: &Context, member: usize) -> Result<Tensor<1>> {
-        self.start_unshard(context)?;
+    pub(crate) fn unsharded(
+        &mut self,
+        context: &Context,
+        member: usize,
+        in_subgroup: bool,
+    ) -> Result<Tensor<1>> {
+        self.start_unshard(context, in_subgroup)?;
         let full = match std::mem::take(&mut self.unsharded) {
             Unsharded::Here(full) => full,
             Unsharded::Coming(work) => work.wait()?,

@@ -3,7 +3,7 @@
 //! Each rank adds its part to a gather once: when it asks for the unit itself, or before that, when
 //! it waits for something else and *serves* those who have asked. A rank that has served finds the
 //! gather again when it asks later: the others may by then have gone on and changed their shards. So
-//! the list keeps it until the rank has asked, or the unit is gathered anew.
+//! the list keeps it until all ranks have asked, or a bound is reached.
 
 use std::sync::Arc;
 
@@ -95,12 +95,11 @@ impl<S: GatherSlot> OpenGathers<S> {
                 is_new: false,
             };
         }
-        // A newer gather of the unit does for whoever might still have wanted an older one.
-        list.retain(|gather| {
+        bound(&mut list, MOST_OF_A_UNIT - 1, |gather| {
             let same_unit = (gather.key.module, gather.key.unit) == (key.module, key.unit);
-            let is_older = Arc::ptr_eq(&gather.group, group) && same_unit;
-            !is_older || gather.has(Presence::Joined) || !gather.slot.is_complete()
+            same_unit && Arc::ptr_eq(&gather.group, group)
         });
+        bound(&mut list, MOST_OF_ALL - 1, |_| true);
         let mut members = vec![Presence::Absent; group.len()];
         members[rank] = Presence::Joined;
         let slot = new_slot();
@@ -163,12 +162,31 @@ impl<S: GatherSlot> OpenGather<S> {
         self.members.contains(&presence)
     }
 
-    /// Whether no rank can want it any more: none waits in it, and either none will come, or it was
-    /// given up before it was complete.
+    /// Whether every rank has asked and gone.
     fn is_done(&self) -> bool {
-        let may_come = self.has(Presence::Served) && self.slot.is_complete();
-        !self.has(Presence::Joined) && !may_come
+        self.members.iter().all(|member| *member == Presence::Left)
     }
+}
+
+/// Gathers kept for ranks that have not asked yet, of one unit and in all. A rank that never asks,
+/// because it skips the unit, leaves them; one that will ask is not that far behind.
+const MOST_OF_A_UNIT: usize = 4;
+const MOST_OF_ALL: usize = 256;
+
+/// Drops the oldest of these gathers that no rank waits in, until `most` are left.
+fn bound<S: GatherSlot>(
+    list: &mut Vec<OpenGather<S>>,
+    most: usize,
+    of_these: impl Fn(&OpenGather<S>) -> bool,
+) {
+    let droppable = |gather: &OpenGather<S>| of_these(gather) && !gather.has(Presence::Joined);
+    let count = list.iter().filter(|gather| droppable(gather)).count();
+    let mut surplus = count.saturating_sub(most);
+    list.retain(|gather| {
+        let drop = surplus > 0 && droppable(gather);
+        surplus -= usize::from(drop);
+        !drop
+    });
 }
 
 /// The number in a group of a rank of the launch, if it is a member.
