@@ -11,12 +11,6 @@ use parking_lot::Mutex;
 
 use super::{GatherInput, GatherKey};
 
-/// Where the parts of one gather come together.
-pub(super) trait GatherSlot {
-    /// Whether all ranks have added their parts.
-    fn is_complete(&self) -> bool;
-}
-
 /// The members of a group, by their rank in the launch. A group is told by its list, not by what
 /// is in it.
 pub(super) type Members = Arc<Vec<usize>>;
@@ -67,7 +61,7 @@ pub(super) struct Claim<S> {
     pub(super) inputs: Vec<GatherInput>,
 }
 
-impl<S: GatherSlot> OpenGathers<S> {
+impl<S> OpenGathers<S> {
     pub(super) fn new() -> Self {
         Self {
             list: Mutex::default(),
@@ -157,7 +151,7 @@ impl<S: GatherSlot> OpenGathers<S> {
     }
 }
 
-impl<S: GatherSlot> OpenGather<S> {
+impl<S> OpenGather<S> {
     fn has(&self, presence: Presence) -> bool {
         self.members.contains(&presence)
     }
@@ -174,11 +168,7 @@ const MOST_OF_A_UNIT: usize = 4;
 const MOST_OF_ALL: usize = 256;
 
 /// Drops the oldest of these gathers that no rank waits in, until `most` are left.
-fn bound<S: GatherSlot>(
-    list: &mut Vec<OpenGather<S>>,
-    most: usize,
-    of_these: impl Fn(&OpenGather<S>) -> bool,
-) {
+fn bound<S>(list: &mut Vec<OpenGather<S>>, most: usize, of_these: impl Fn(&OpenGather<S>) -> bool) {
     let droppable = |gather: &OpenGather<S>| of_these(gather) && !gather.has(Presence::Joined);
     let count = list.iter().filter(|gather| droppable(gather)).count();
     let mut surplus = count.saturating_sub(most);

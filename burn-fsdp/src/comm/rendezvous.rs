@@ -26,7 +26,7 @@ use parking_lot::{Condvar, Mutex};
 
 use super::buffer::BufferPool;
 use super::gather::write_shards;
-use super::open_gathers::{GatherSlot, Members, OpenGathers};
+use super::open_gathers::{Members, OpenGathers};
 use super::{Call, GatherKey, GatherSource};
 use crate::{FsdpError, Result};
 
@@ -199,13 +199,12 @@ pub(super) struct Slot {
     left: AtomicUsize,
 }
 
-impl GatherSlot for Slot {
+impl Slot {
+    /// Whether all ranks have added their parts.
     fn is_complete(&self) -> bool {
         self.arrived.load(Ordering::Acquire) == self.size
     }
-}
 
-impl Slot {
     fn common<T: Send + Sync + 'static>(&self) -> Arc<T> {
         downcast(self.common.clone())
     }
