@@ -13,9 +13,8 @@ use crate::state::FsdpState;
 pub(crate) fn gather(state: &FsdpState, path: &str, index: MemberIndex) -> Result<Tensor<1>> {
     let shard = state.shard(index.unit, index.member)?;
     let group = state.context.mesh.shard_group();
-    let param = &state.plan.units()[index.unit].params[index.member];
     let input = GatherInput {
-        layout: param.layout(group.world_size()),
+        layout: state.plan.layout(index.unit, index.member),
         dtype: shard.dtype(),
         shard,
     };

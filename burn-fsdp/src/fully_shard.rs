@@ -290,7 +290,7 @@ impl Sharder<'_> {
             unit: index.unit,
             member: index.member,
         };
-        let plan = &self.plan.units()[index.unit].params[index.member];
+        let plan = self.plan.param(index.unit, index.member);
         if index.is_alias {
             self.check_tied(path, index, &param)?;
             let tied = self.state.tied(index.unit, index.member);
@@ -299,7 +299,7 @@ impl Sharder<'_> {
             let sharded = ShardedParam::alias(tied, handle);
             return Ok((placeholder(param, &plan.shape, dtype), Some(sharded)));
         }
-        let layout = plan.layout(self.plan.shard_size());
+        let layout = self.plan.layout(index.unit, index.member);
         let (flat, trainable) = self.scatter(path, &layout, &param)?;
         if self.plan.is_tied(index.unit, index.member) && self.group.rank() == 0 {
             self.tied
@@ -333,7 +333,7 @@ impl Sharder<'_> {
         if self.group.broadcast_bytes(0, vec![is_tied.into()])? == [1] {
             return Ok(());
         }
-        let first = &self.plan.units()[index.unit].params[index.member].path;
+        let first = &self.plan.param(index.unit, index.member).path;
         Err(FsdpError::argument(format!(
             "\"{first}\" and \"{path}\" have one parameter id but are not tied: one is frozen or has \
              other values. Initialise the module (read each `val()`) before it is cloned, and they \

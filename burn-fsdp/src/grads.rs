@@ -145,7 +145,7 @@ impl ModuleVisitor for LocalNorm<'_> {
         let Some(index) = self.plan.find(&self.path.join()) else {
             return;
         };
-        let placement = self.plan.units()[index.unit].params[index.member].placement;
+        let placement = self.plan.param(index.unit, index.member).placement;
         let counts = self.counts_replicated || placement != crate::Placement::Replicate;
         if !counts || !self.seen.insert(param.id) {
             return;

@@ -194,9 +194,20 @@ impl ShardingPlan {
         self.shard_size
     }
 
-    /// Paths of floating tensors that are no unit's: ignored parameters and running statistics.
+    /// Paths of floating tensors that are no unit's, sorted: ignored parameters and running
+    /// statistics.
     pub fn left_alone(&self) -> impl Iterator<Item = &str> {
-        self.ignored.keys().chain(&self.buffers).map(String::as_str)
+        let mut paths: Vec<_> = self.ignored.keys().chain(&self.buffers).collect();
+        paths.sort_unstable();
+        paths.into_iter().map(String::as_str)
+    }
+
+    pub(crate) fn param(&self, unit: usize, member: usize) -> &ParamPlan {
+        &self.units[unit].params[member]
+    }
+
+    pub(crate) fn layout(&self, unit: usize, member: usize) -> ShardLayout {
+        self.param(unit, member).layout(self.shard_size)
     }
 
     /// The shape of the ignored parameter at `path`, if there is one.
@@ -223,12 +234,7 @@ impl ShardingPlan {
                 lines.push(format!("{path} {shape:?} {placement} in unit \"{unit}\""));
             }
         }
-        let mut others: Vec<_> = self
-            .left_alone()
-            .map(|path| format!("{path} left alone"))
-            .collect();
-        others.sort_unstable();
-        lines.extend(others);
+        lines.extend(self.left_alone().map(|path| format!("{path} left alone")));
         lines.join("\n")
     }
 
@@ -239,7 +245,7 @@ impl ShardingPlan {
     /// The names of each parameter that has several, in traversal order within a parameter.
     pub(crate) fn tied_names(&self) -> Vec<Vec<String>> {
         let names_of = |&(unit, member): &(usize, usize)| {
-            let first = &self.units[unit].params[member].path;
+            let first = &self.param(unit, member).path;
             let is_later = |(name, index): &(&String, &MemberIndex)| {
                 (index.unit, index.member) == (unit, member) && *name != first
             };
@@ -284,8 +290,7 @@ impl fmt::Display for ShardingPlan {
                 writeln!(f, "  {} {:?} {}", param.path, param.shape, param.placement)?;
             }
         }
-        let mut left_alone: Vec<_> = self.left_alone().collect();
-        left_alone.sort_unstable();
+        let left_alone: Vec<_> = self.left_alone().collect();
         if !left_alone.is_empty() {
             writeln!(f, "left alone: {}", left_alone.join(", "))?;
         }

@@ -163,8 +163,7 @@ impl FsdpState {
     }
 
     pub(crate) fn shard_shape(&self, unit: usize, member: usize) -> Shape {
-        let param = &self.plan.units()[unit].params[member];
-        Shape::from(param.layout(self.plan.shard_size()).shard_shape())
+        Shape::from(self.plan.layout(unit, member).shard_shape())
     }
 
     // ---- forward

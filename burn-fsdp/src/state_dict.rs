@@ -116,15 +116,11 @@ impl<M: Module> FsdpModule<M> {
     }
 
     /// What this rank holds of the model. Does not communicate.
-    ///
-    /// # Errors
-    ///
-    /// If a parameter is being updated.
-    pub fn sharded_state_dict(&self) -> Result<ShardedStateDict> {
+    pub fn sharded_state_dict(&self) -> ShardedStateDict {
         let mut collect = CollectShards {
             state: &self.state,
             path: PathStack::default(),
-            dict: Ok(ShardedStateDict::new()),
+            dict: ShardedStateDict::new(),
         };
         self.visit(&mut collect);
         collect.dict
@@ -318,16 +314,12 @@ impl ModuleVisitor for GatherFull<'_> {
 struct CollectShards<'a> {
     state: &'a FsdpState,
     path: PathStack,
-    dict: Result<ShardedStateDict>,
+    dict: ShardedStateDict,
 }
 
 impl CollectShards<'_> {
-    fn keep(&mut self, tensor: Result<ShardedTensor>) {
-        let dict = std::mem::replace(&mut self.dict, Ok(ShardedStateDict::new()));
-        self.dict = dict.and_then(|mut dict| {
-            dict.insert(self.path.join(), tensor?);
-            Ok(dict)
-        });
+    fn keep(&mut self, tensor: ShardedTensor) {
+        self.dict.insert(self.path.join(), tensor);
     }
 }
 
@@ -345,12 +337,13 @@ impl ModuleVisitor for CollectShards<'_> {
 
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         let Some(index) = self.state.plan.find(&self.path.join()) else {
-            self.keep(Ok(whole(param.val().into_data())));
+            self.keep(whole(param.val().into_data()));
             return;
         };
         let rank = self.state.context.mesh.shard_rank();
-        let plan = &self.state.plan.units()[index.unit].params[index.member];
-        let (offsets, sizes) = plan.layout(self.state.plan.shard_size()).local_box(rank);
+        let plan = self.state.plan.param(index.unit, index.member);
+        let layout = self.state.plan.layout(index.unit, index.member);
+        let (offsets, sizes) = layout.local_box(rank);
         let stored = param.val().inner();
         let data = if sizes.contains(&0) {
             let shape = Shape::from(sizes);
@@ -359,20 +352,20 @@ impl ModuleVisitor for CollectShards<'_> {
             let ranges: [std::ops::Range<usize>; D] = std::array::from_fn(|d| 0..sizes[d]);
             stored.slice(ranges).into_data()
         };
-        self.keep(Ok(ShardedTensor {
+        self.keep(ShardedTensor {
             global_shape: plan.shape.clone(),
             placement: plan.placement,
             offsets,
             data,
-        }));
+        });
     }
 
     fn visit_int<const D: usize>(&mut self, param: &Param<Tensor<D, Int>>) {
-        self.keep(Ok(whole(param.val().into_data())));
+        self.keep(whole(param.val().into_data()));
     }
 
     fn visit_bool<const D: usize>(&mut self, param: &Param<Tensor<D, Bool>>) {
-        self.keep(Ok(whole(param.val().into_data())));
+        self.keep(whole(param.val().into_data()));
     }
 }
 
@@ -414,8 +407,7 @@ impl LoadFull<'_> {
         index: MemberIndex,
         placeholder: &Param<Tensor<D>>,
     ) -> Result<Tensor<1>> {
-        let layout = self.state.plan.units()[index.unit].params[index.member]
-            .layout(self.state.plan.shard_size());
+        let layout = self.state.plan.layout(index.unit, index.member);
         let device = &self.state.context.compute_device;
         let full = self.offered(path).map(|data| {
             let dtype = data.dtype();

@@ -63,10 +63,11 @@ pub(crate) struct MemberHandle {
 
 impl MemberHandle {
     fn is_vector(&self) -> bool {
-        self.state.plan.units()[self.unit].params[self.member]
-            .shape
-            .len()
-            <= 1
+        self.shape().len() <= 1
+    }
+
+    fn shape(&self) -> &[usize] {
+        &self.state.plan.param(self.unit, self.member).shape
     }
 
     /// The full parameter as a primitive of the backend it is on.
@@ -82,8 +83,7 @@ impl MemberHandle {
     where
         DispatchTensor: DispatchKindConversion<B>,
     {
-        let params = &self.state.plan.units()[self.unit].params;
-        let shape = Shape::from(params[self.member].shape.clone());
+        let shape = Shape::from(self.shape().to_vec());
         let flat = flat
             .try_into_primitive::<B>()
             .expect("a unit is gathered on the device of its shards");

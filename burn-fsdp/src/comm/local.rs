@@ -13,6 +13,7 @@ use burn::tensor::{Bytes, DType, Tensor};
 use super::buffer::{FilledBuffer, SharedBuffer};
 use super::gather::{Buffers, cast_whole, full_bytes, write_shards};
 use super::host::{self, HostTensor, with_float};
+use super::open_gathers::rank_in;
 use super::rendezvous::{Group, Launch, Part, Seat, Ticket};
 use super::{
     Call, Engine, GatherInput, GatherKey, GatherSource, GatherWork, ReduceInput, Reduction,
@@ -80,7 +81,7 @@ impl Engine for LocalEngine {
     }
 
     fn world_size(&self) -> usize {
-        self.0.group.ranks.len()
+        self.0.group.size()
     }
 
     fn exchange(&self, call: Call, message: Vec<u8>) -> Result<Vec<Arc<Vec<u8>>>> {
@@ -197,8 +198,7 @@ impl Engine for LocalEngine {
         ticket.arrive(Arc::new(()));
         let groups = ticket.common::<BTreeMap<usize, Arc<Group>>>();
         let group = groups[&color].clone();
-        let global = self.0.group.ranks[self.0.rank];
-        let rank = group.ranks.iter().position(|&r| r == global);
+        let rank = rank_in(&group.ranks, self.0.launch_rank());
         let rank = rank.expect("a rank is in the group of its own color");
         Ok(Arc::new(Self(Seat::new(group, rank))))
     }

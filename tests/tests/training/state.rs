@@ -380,7 +380,7 @@ fn the_sharded_state_dict_holds_unpadded_parts_that_tile_the_whole() {
         || FsdpConfig::new().with_replicate_below(16),
     ];
     for config in configs {
-        let parts = ranks(4, |pg| sharded(&pg, &config())?.sharded_state_dict()).unwrap();
+        let parts = ranks(4, |pg| Ok(sharded(&pg, &config())?.sharded_state_dict())).unwrap();
         for (path, (shape, values)) in &want {
             let mut seen = vec![0u32; values.len()];
             for (rank, part) in parts.iter().enumerate() {
@@ -413,7 +413,7 @@ fn the_sharded_state_dict_holds_unpadded_parts_that_tile_the_whole() {
 #[test]
 fn the_sharded_state_dict_of_an_empty_shard_is_empty_and_keeps_the_other_dims() {
     let parts = ranks(5, |pg| {
-        sharded(&pg, &FsdpConfig::new())?.sharded_state_dict()
+        Ok(sharded(&pg, &FsdpConfig::new())?.sharded_state_dict())
     })
     .unwrap();
     // Three rows over five ranks.
