@@ -2,7 +2,8 @@ use burn::module::{Module, Param};
 use burn::optim::{AdamWConfig, GradientsParams};
 use burn::prelude::*;
 use burn_fsdp::{
-    DeviceMesh, FsdpConfig, FsdpError, FullyShard, NonFinite, NormType, Placement, StateDictTarget,
+    DeviceMesh, FsdpConfig, FsdpError, FsdpModule, FullyShard, NonFinite, NormType, Placement,
+    Result, StateDictTarget,
 };
 use burn_fsdp_tests::models::Mlp;
 use burn_fsdp_tests::{Values, dense, device, gradients_of, ranks, state_values};
@@ -28,6 +29,19 @@ fn norm(grads: &Values, p: NormType) -> f64 {
 
 fn relative(a: f64, b: f64) -> f64 {
     (a - b).abs() / b
+}
+
+/// Asserts that the norms of the gradients are those of the dense ones.
+fn check_norms<M: Module>(
+    model: &FsdpModule<M>,
+    grads: &GradientsParams,
+    want: &Values,
+) -> Result<()> {
+    for p in [NormType::L1, NormType::L2, NormType::Inf] {
+        let (got, want) = (model.grad_norm(grads, p)?, norm(want, p));
+        assert!(relative(got, want) <= 5e-6, "{p:?}: {got}, dense {want}");
+    }
+    Ok(())
 }
 
 #[test]
@@ -120,12 +134,7 @@ fn norms_1_2_and_infinity_equal_dense() {
     ranks(3, |pg| {
         let model = sharded(&pg, &FsdpConfig::new())?;
         let grads = model.backward(model.loss(&mine(&pg, 0)));
-        for p in [NormType::L1, NormType::L2, NormType::Inf] {
-            let got = model.grad_norm(&grads, p)?;
-            let want = norm(&want, p);
-            assert!(relative(got, want) <= 5e-6, "{p:?}: {got}, dense {want}");
-        }
-        Ok(())
+        check_norms(&model, &grads, &want)
     })
     .unwrap();
 }
@@ -146,11 +155,7 @@ fn replicated_parameters_count_once_in_the_norm() {
         ranks(4, |pg| {
             let model = sharded(&pg, &config())?;
             let grads = model.backward(model.loss(&mine(&pg, 0)));
-            for p in [NormType::L1, NormType::L2, NormType::Inf] {
-                let (got, want) = (model.grad_norm(&grads, p)?, norm(&want, p));
-                assert!(relative(got, want) <= 5e-6, "{p:?}: {got}, dense {want}");
-            }
-            Ok(())
+            check_norms(&model, &grads, &want)
         })
         .unwrap();
     }

@@ -2,9 +2,10 @@ use burn::module::Module;
 use burn::nn::{LinearConfig, LinearLayout};
 use burn::prelude::*;
 use burn_fsdp::{
-    DeviceMesh, FsdpConfig, FsdpError, FullyShard, LoadMode, Placement, StateDict, StateDictTarget,
+    DeviceMesh, FsdpConfig, FsdpError, FsdpModule, FullyShard, LoadMode, Placement, StateDict,
+    StateDictTarget,
 };
-use burn_fsdp_tests::models::{ConvNet, Tied};
+use burn_fsdp_tests::models::{ConvNet, Stack, Tied};
 use burn_fsdp_tests::{
     Input, Values, assert_names, dense, device, full_message, local_values, ranks, state_values,
 };
@@ -188,10 +189,7 @@ fn a_strict_load_lists_everything_missing_and_unexpected_on_all_ranks() {
             state.remove("layers.2.fc.bias");
             state.insert("layers.9.fc.weight".to_string(), tensor(&[1], 0.0));
         }
-        let error = model
-            .load_full_state_dict(state, LoadMode::Strict)
-            .map(|_| ())
-            .unwrap_err();
+        let error = refusal(model, state);
         let FsdpError::StateDictMismatch(report) = &error else {
             panic!("{error:?}")
         };
@@ -208,6 +206,12 @@ fn a_strict_load_lists_everything_missing_and_unexpected_on_all_ranks() {
     }
 }
 
+/// The error of a strict load.
+fn refusal(model: FsdpModule<Stack>, state: StateDict) -> FsdpError {
+    let loaded = model.load_full_state_dict(state, LoadMode::Strict);
+    loaded.map(|_| ()).unwrap_err()
+}
+
 #[test]
 fn a_wrong_shape_is_refused_with_both_shapes() {
     let names = local_values(&dense(stack, &device()));
@@ -218,12 +222,7 @@ fn a_wrong_shape_is_refused_with_both_shapes() {
             state = numbered(&names);
             state.insert("out.weight".to_string(), tensor(&[2, 5], 0.0));
         }
-        Ok(full_message(
-            &model
-                .load_full_state_dict(state, LoadMode::Strict)
-                .map(|_| ())
-                .unwrap_err(),
-        ))
+        Ok(full_message(&refusal(model, state)))
     })
     .unwrap();
     for text in texts {
@@ -269,12 +268,7 @@ fn a_wrong_dtype_is_not_cast_silently() {
             let half = tensor(&[5, 2], 0.0).convert_dtype(burn::tensor::DType::BF16);
             state.insert("out.weight".to_string(), half);
         }
-        Ok(full_message(
-            &model
-                .load_full_state_dict(state, LoadMode::Strict)
-                .map(|_| ())
-                .unwrap_err(),
-        ))
+        Ok(full_message(&refusal(model, state)))
     })
     .unwrap();
     for text in texts {
