@@ -20,8 +20,8 @@ use burn::module::Module;
 use burn::optim::{AdamWConfig, GradientsParams};
 use burn::prelude::*;
 use burn_fsdp::{DeviceMesh, FsdpConfig, FullyShard, LaunchConfig, Result};
-use burn_fsdp_benches::gpt::{Gpt, GptConfig};
 use burn_fsdp_benches::harness::{Bytes, Samples, asked_to_run, peak_resident};
+use burn_fsdp_examples::gpt::{Gpt, GptConfig};
 use clap::{Parser, ValueEnum};
 
 #[global_allocator]
@@ -73,7 +73,7 @@ impl Args {
         match (self.quick, self.large) {
             (true, _) => GptConfig::new(64, 16, 32, 2, 2),
             (_, false) => GptConfig::new(2048, 128, 256, 4, 4),
-            (_, true) => GptConfig::new(3072, 128, 512, 8, 7),
+            (_, true) => GptConfig::new(3072, 128, 512, 7, 8),
         }
     }
 
@@ -110,7 +110,7 @@ fn compare(args: &Args) {
         parameters as f64 / 1e6,
         args.world,
         args.batch,
-        config.seq,
+        config.seq_len,
         if args.checkpointing {
             ", gradient checkpointing"
         } else {
@@ -142,7 +142,7 @@ fn compare(args: &Args) {
     }
     let time_independent = Samples::mean(&time_independent);
 
-    let tokens = (args.world * args.batch * config.seq) as f64;
+    let tokens = (args.world * args.batch * config.seq_len) as f64;
     let row = |name: &str, time: &Samples, memory: &str| {
         let speed = tokens / time.median().as_secs_f64();
         println!("{name:<12} {time:>23} {speed:>9.0} tokens/s   peak resident {memory}");
@@ -346,7 +346,8 @@ struct Batch {
 
 impl Batch {
     fn new(args: &Args, batch: usize, rank: usize, device: &Device) -> Self {
-        let GptConfig { vocab, seq, .. } = args.model();
+        let model = args.model();
+        let (vocab, seq) = (model.vocab_size, model.seq_len);
         let mut state = 1 + rank as u64;
         let mut next = || {
             state = state

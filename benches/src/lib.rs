@@ -1,7 +1,6 @@
-//! What the benches share: a small GPT ([`gpt`]) and a plain harness ([`harness`]).
+//! What the benches share: a plain harness ([`harness`]).
 //!
 //! A bench prints ratios against something that ran beside it, in alternation, on the same machine.
 //! None asserts a time: machines differ, and a timed test that fails on a busy one teaches nothing.
 
-pub mod gpt;
 pub mod harness;

@@ -1,4 +1,4 @@
-//! A GPT: token and position embeddings, pre-LayerNorm blocks, a head.
+//! A GPT: token and position embeddings, pre-LayerNorm blocks, a head. Nothing here knows of sharding.
 
 use burn::nn::loss::CrossEntropyLossConfig;
 use burn::nn::{Embedding, EmbeddingConfig, LayerNorm, LayerNormConfig, Linear, LinearConfig};
@@ -6,17 +6,24 @@ use burn::prelude::*;
 use burn::tensor::FloatDType;
 use burn::tensor::activation::{gelu, softmax};
 
+/// The size of a [`Gpt`].
 #[derive(Config, Debug)]
-pub(crate) struct GptConfig {
-    pub(crate) vocab_size: usize,
-    pub(crate) seq_len: usize,
-    pub(crate) d_model: usize,
-    pub(crate) n_layers: usize,
-    pub(crate) n_heads: usize,
+pub struct GptConfig {
+    /// Number of tokens.
+    pub vocab_size: usize,
+    /// Longest sequence.
+    pub seq_len: usize,
+    /// Width of the residual stream.
+    pub d_model: usize,
+    /// Number of blocks.
+    pub n_layers: usize,
+    /// Attention heads of a block; they divide the width.
+    pub n_heads: usize,
 }
 
+/// A decoder-only transformer.
 #[derive(Module, Debug)]
-pub(crate) struct Gpt {
+pub struct Gpt {
     token_embedding: Embedding,
     position_embedding: Embedding,
     blocks: Vec<Block>,
@@ -46,7 +53,8 @@ struct Mlp {
 }
 
 impl GptConfig {
-    pub(crate) fn init(&self, device: &Device) -> Gpt {
+    /// The model with fresh parameters.
+    pub fn init(&self, device: &Device) -> Gpt {
         Gpt {
             token_embedding: EmbeddingConfig::new(self.vocab_size, self.d_model).init(device),
             position_embedding: EmbeddingConfig::new(self.seq_len, self.d_model).init(device),
@@ -80,7 +88,7 @@ impl GptConfig {
 
 impl Gpt {
     /// Mean cross entropy of the predictions for `targets`, both `[batch, time]`.
-    pub(crate) fn loss(&self, inputs: Tensor<2, Int>, targets: Tensor<2, Int>) -> Tensor<1> {
+    pub fn loss(&self, inputs: Tensor<2, Int>, targets: Tensor<2, Int>) -> Tensor<1> {
         // In 16 bits a softmax over the vocabulary would lose what the loss is about.
         let logits = self.forward(inputs).cast(FloatDType::F32);
         CrossEntropyLossConfig::new()
@@ -89,7 +97,7 @@ impl Gpt {
     }
 
     /// Logits `[batch, time, vocab]` of the token after each of `tokens`, `[batch, time]`.
-    pub(crate) fn forward(&self, tokens: Tensor<2, Int>) -> Tensor<3> {
+    pub fn forward(&self, tokens: Tensor<2, Int>) -> Tensor<3> {
         let [_, time] = tokens.dims();
         let positions = Tensor::arange(0..time as i64, &tokens.device()).unsqueeze();
         let mut x =

@@ -5,4 +5,5 @@
 //!   with `diff`.
 
 pub mod digits;
+pub mod gpt;
 pub mod rng;

@@ -4,10 +4,10 @@ use std::path::PathBuf;
 
 use burn::prelude::*;
 use burn_fsdp::{FsdpConfig, MixedPrecisionPolicy, NonFinite};
+use burn_fsdp_examples::gpt::GptConfig;
 use clap::{Parser, ValueEnum};
 
 use crate::data::{Corpus, Schedule};
-use crate::model::GptConfig;
 
 /// No count is larger, so that sizes computed from them fit into a `usize`.
 const LARGEST: usize = 1_000_000;

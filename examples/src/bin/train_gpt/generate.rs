@@ -1,11 +1,11 @@
 //! Lets the model write.
 
 use burn::prelude::*;
+use burn_fsdp_examples::gpt::Gpt;
 use burn_fsdp_examples::rng::Rng;
 
 use crate::args::Args;
 use crate::data::Corpus;
-use crate::model::Gpt;
 
 const PROMPT: &str = "\nShall I compare thee";
 const LENGTH: usize = 240;

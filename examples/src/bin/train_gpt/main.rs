@@ -4,7 +4,6 @@ mod args;
 mod data;
 mod dense;
 mod generate;
-mod model;
 mod plot;
 mod progress;
 mod report;

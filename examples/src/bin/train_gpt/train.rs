@@ -6,12 +6,12 @@
 use burn::optim::{AdamWConfig, GradientsAccumulator, GradientsParams};
 use burn::prelude::*;
 use burn_fsdp::{DeviceMesh, FsdpModule, FullyShard, NormType, ProcessGroup, ReduceOp, Result};
+use burn_fsdp_examples::gpt::Gpt;
 
 use crate::args::Args;
 use crate::data::Corpus;
 use crate::dense;
 use crate::generate::generate;
-use crate::model::Gpt;
 use crate::progress::{Progress, Record};
 
 /// What one rank has to tell at the end.
