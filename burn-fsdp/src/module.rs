@@ -176,14 +176,16 @@ impl<M> FsdpModule<M> {
 }
 
 impl<M: Module> FsdpModule<M> {
-    /// Applies an optimizer to the shards, after checking that this is safe. Does not communicate.
+    /// Applies an optimizer to the shards, after checking that this is safe.
     ///
-    /// `optim.step(lr, model, grads)` does the same without the checks. On an error the model is
-    /// gone; [`check_step`](Self::check_step) tells beforehand.
+    /// All ranks must call this: none changes its shards before all have come here, so that no rank
+    /// gathers from shards of two steps. `optim.step(lr, model, grads)` does the same without the
+    /// checks, and without waiting. On an error the model is gone;
+    /// [`check_step`](Self::check_step) tells beforehand.
     ///
     /// # Errors
     ///
-    /// As [`check_step`](Self::check_step).
+    /// As [`check_step`](Self::check_step), or a failure of the group.
     pub fn step(
         self,
         optim: &mut ModuleOptimizer,
@@ -191,6 +193,7 @@ impl<M: Module> FsdpModule<M> {
         grads: GradientsParams,
     ) -> Result<Self> {
         self.check_step(optim)?;
+        self.mesh().group().barrier()?;
         Ok(optim.step(lr, self, grads))
     }
 

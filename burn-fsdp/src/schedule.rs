@@ -10,6 +10,7 @@ use std::collections::HashMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
 
+use burn::backend::autodiff::NodeId;
 use burn::tensor::Tensor;
 
 use crate::Result;
@@ -82,32 +83,69 @@ impl Default for Switches {
 }
 
 /// One rank's account of a forward. All numbers, so that it goes between ranks as bytes.
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct Usage {
-    pub(crate) hand_outs: Vec<u64>,
-    pub(crate) regrouped: Vec<u64>,
     pub(crate) all_reduce: u64,
+    /// Backwards without sync since the last with.
     pub(crate) held: u64,
+    /// What tells the gathers of this backward from others, as far as they are known.
+    pub(crate) gathers: u64,
+    /// For each unit, what tells its hand-outs from others.
+    pub(crate) hand_outs: Vec<u64>,
+    /// The units in the order of their first use, once for each pass.
+    pub(crate) order: Vec<u64>,
 }
 
 impl Usage {
     pub(crate) fn to_bytes(&self) -> Vec<u8> {
-        let last = [self.all_reduce, self.held];
-        let numbers = self.hand_outs.iter().chain(&self.regrouped).chain(&last);
+        let units = self.hand_outs.len() as u64;
+        let first = [self.all_reduce, self.held, self.gathers, units];
+        let numbers = first.iter().chain(&self.hand_outs).chain(&self.order);
         numbers.flat_map(|number| number.to_le_bytes()).collect()
     }
 
-    /// The reverse of [`to_bytes`](Self::to_bytes), for modules of equal structure.
+    /// The reverse of [`to_bytes`](Self::to_bytes).
     pub(crate) fn from_bytes(bytes: &[u8]) -> Self {
         let number = |chunk: &[u8]| u64::from_le_bytes(chunk.try_into().expect("eight bytes"));
         let numbers: Vec<u64> = bytes.chunks_exact(8).map(number).collect();
-        let units = (numbers.len() - 2) / 2;
+        let [all_reduce, held, gathers, units, lists @ ..] = &numbers[..] else {
+            unreachable!("a rank's account has four numbers at least");
+        };
+        let (hand_outs, order) = lists.split_at(*units as usize);
         Self {
-            hand_outs: numbers[..units].to_vec(),
-            regrouped: numbers[units..2 * units].to_vec(),
-            all_reduce: numbers[2 * units],
-            held: numbers[2 * units + 1],
+            all_reduce: *all_reduce,
+            held: *held,
+            gathers: *gathers,
+            hand_outs: hand_outs.to_vec(),
+            order: order.to_vec(),
         }
+    }
+
+    /// For each unit, whether the ranks would reduce it differently: they have not used it in the
+    /// same way, or have begun to in another order among the units that they have.
+    pub(crate) fn differing_units(all: &[Self]) -> Vec<bool> {
+        let first = &all[0];
+        let mut differs = vec![false; first.hand_outs.len()];
+        for (unit, differs) in differs.iter_mut().enumerate() {
+            *differs = all
+                .iter()
+                .any(|u| u.hand_outs[unit] != first.hand_outs[unit]);
+        }
+        let unlike = differs.clone();
+        let common = |usage: &Self| -> Vec<usize> {
+            let units = usage.order.iter().map(|&unit| unit as usize);
+            units.filter(|&unit| !unlike[unit]).collect()
+        };
+        let expected = common(first);
+        for usage in &all[1..] {
+            for (a, b) in expected.iter().zip(common(usage)) {
+                if *a != b {
+                    differs[*a] = true;
+                    differs[b] = true;
+                }
+            }
+        }
+        differs
     }
 }
 
@@ -134,6 +172,8 @@ pub(crate) struct Schedule {
     first_pass: u64,
     /// The module call of the first hand-out since then.
     first_call: Option<u64>,
+    /// The units and passes since then, in the order of their first hand-outs.
+    order: Vec<(usize, u64)>,
     /// Whether ranks have agreed on the backward under way.
     pub(crate) agreed: bool,
     /// Backwards without sync since the last with.
@@ -163,6 +203,7 @@ impl Schedule {
             pass: 0,
             first_pass: 0,
             first_call: None,
+            order: Vec::new(),
             agreed: false,
             held: 0,
             events: None,
@@ -179,6 +220,7 @@ impl Schedule {
         self.pass += 1;
         self.first_pass = self.pass;
         self.first_call = None;
+        self.order.clear();
         self.agreed = false;
         self.deferred.fill(false);
         for unit in &mut self.units {
@@ -212,9 +254,20 @@ impl Schedule {
         self.pass
     }
 
-    /// The module call with which the forward began, of which a hand-out in `call` is part.
-    pub(crate) fn first_call(&mut self, call: u64) -> u64 {
-        *self.first_call.get_or_insert(call)
+    /// Notes that a tracked member's full parameter goes into the graph; to be kept there.
+    pub(crate) fn hand_out(
+        &mut self,
+        unit: usize,
+        pass: u64,
+        member: usize,
+        node: NodeId,
+        call: u64,
+    ) -> Arc<()> {
+        let first_call = *self.first_call.get_or_insert(call);
+        if !self.order.iter().rev().any(|use_| *use_ == (unit, pass)) {
+            self.order.push((unit, pass));
+        }
+        self.units[unit].hand_out(pass, member, node, call, first_call)
     }
 
     /// Whether the gradients of a complete pass can be reduced at once. Ranks agree on the passes of
@@ -295,10 +348,14 @@ impl Schedule {
 
     /// The units to gather while `unit` is used.
     pub(crate) fn ahead_of(&self, unit: usize) -> Vec<usize> {
-        match self.explicit_prefetch.get(&(self.phase, unit)) {
+        self.ahead_in(self.phase, unit)
+    }
+
+    fn ahead_in(&self, phase: Phase, unit: usize) -> Vec<usize> {
+        match self.explicit_prefetch.get(&(phase, unit)) {
             Some(explicit) => explicit.clone(),
             None if self.prefetch => {
-                let next = self.followed_by.get(&(self.phase, unit));
+                let next = self.followed_by.get(&(phase, unit));
                 next.copied().into_iter().collect()
             }
             None => Vec::new(),
@@ -342,10 +399,9 @@ impl Schedule {
         Ok(reduced)
     }
 
-    /// What ranks compare before backward: for each unit, what tells its hand-outs in the last
-    /// forward from others, and whether it was regrouped; then what must be equal.
+    /// What ranks compare before backward.
     pub(crate) fn usage(&self) -> Usage {
-        let usage_of = |unit: &Unit| {
+        let hand_outs = |unit: &Unit| {
             let mut hasher = DefaultHasher::new();
             for pass in unit.passes().iter().filter(|p| p.id >= self.first_pass) {
                 (pass.id - self.first_pass).hash(&mut hasher);
@@ -356,11 +412,26 @@ impl Schedule {
             hasher.finish()
         };
         Usage {
-            hand_outs: self.units.iter().map(usage_of).collect(),
-            regrouped: self.units.iter().map(|u| u.is_regrouped().into()).collect(),
             all_reduce: self.switches.all_reduce.into(),
             held: self.held,
+            gathers: self.expected_gathers(),
+            hand_outs: self.units.iter().map(hand_outs).collect(),
+            order: self.order.iter().map(|(unit, _)| *unit as u64).collect(),
         }
+    }
+
+    /// A hash of all that decides which units this rank gathers in backward, and when.
+    fn expected_gathers(&self) -> u64 {
+        let mut hasher = DefaultHasher::new();
+        for (i, unit) in self.units.iter().enumerate() {
+            (unit.is_regrouped(), unit.is_sharded()).hash(&mut hasher);
+            (self.kept[i], self.ahead_in(Phase::Backward, i)).hash(&mut hasher);
+            let owed = unit.passes().iter().filter(|pass| pass.is_owed());
+            owed.map(|p| p.outstanding)
+                .collect::<Vec<_>>()
+                .hash(&mut hasher);
+        }
+        hasher.finish()
     }
 
     pub(crate) fn reduce_rest(&mut self, context: &Context) -> Result<Vec<UnitGradient>> {

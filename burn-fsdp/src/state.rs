@@ -179,11 +179,10 @@ impl FsdpState {
         let mut schedule = self.schedule.lock();
         schedule.enter_forward();
         let pass = schedule.pass_for(unit, member, call);
-        let first_call = schedule.first_call(call);
         HandOut {
             pass,
             generation: self.generation(unit),
-            _owed: schedule.units[unit].hand_out(pass, member, node, call, first_call),
+            _owed: schedule.hand_out(unit, pass, member, node, call),
         }
     }
 
@@ -298,14 +297,11 @@ impl FsdpState {
             &all,
             |usage| usage.held,
         )?;
-        for unit in 0..schedule.units.len() {
-            let differs = |of: fn(&Usage) -> &[u64]| {
-                all.iter().any(|usage| of(usage)[unit] != of(&all[0])[unit])
-            };
-            schedule.deferred[unit] = differs(|usage| &usage.hand_outs);
-            if differs(|usage| &usage.regrouped) {
-                schedule.units[unit].forget_regrouped();
-            }
+        schedule.deferred = Usage::differing_units(&all);
+        let same_gathers = all.iter().all(|usage| usage.gathers == all[0].gathers);
+        if !same_gathers || schedule.deferred.contains(&true) {
+            // Gathers over subgroups are matched by position, so ranks must make the same.
+            schedule.units.iter_mut().for_each(Unit::forget_regrouped);
         }
         let deferred = schedule
             .deferred

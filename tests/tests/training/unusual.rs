@@ -21,6 +21,26 @@ use burn_fsdp_tests::{
 
 use super::{mine, sharded, stack};
 
+/// A head tied to the input, with layers between the two.
+#[derive(Module, Debug)]
+struct Between {
+    inp: Linear,
+    layers: Vec<Linear>,
+    out: Linear,
+}
+
+impl Between {
+    fn new(device: &Device) -> Self {
+        let linear = || LinearConfig::new(3, 3).init(device);
+        let inp = linear();
+        Self {
+            layers: vec![linear(), linear()],
+            out: inp.clone(),
+            inp,
+        }
+    }
+}
+
 /// One trained vector.
 #[derive(Module, Debug)]
 struct One {
@@ -595,5 +615,95 @@ fn a_rank_that_steps_after_a_dropped_forward_does_not_leave_the_others_waiting()
             model.full_state_dict(StateDictTarget::RankZero).map(drop)
         })
         .unwrap();
+    }
+}
+
+#[test]
+fn a_tied_parameter_used_under_its_other_name_by_one_rank_has_its_gradient() {
+    let forward = |model: &Between, input: &Input, first: bool| {
+        let x = input.floats::<2>(1, &[3]);
+        let x = if first { model.inp.forward(x) } else { x };
+        let x = model.layers.iter().fold(x, |x, l| l.forward(x).tanh());
+        let x = if first { x } else { model.out.forward(x) };
+        regression(x, input)
+    };
+    for world in [2, 3, 4] {
+        let plain = dense(Between::new, &device());
+        let loss = (0..world).map(|rank| {
+            let input = Input::new(0, rank * 2..rank * 2 + 2, &device());
+            forward(&plain, &input, rank == 0) / world as f64
+        });
+        let loss = loss.reduce(|a, b| a + b).unwrap();
+        let grads = GradientsParams::from_grads(loss.backward(), &plain);
+        let want = gradients_of(&plain, &grads);
+        let ranks = ranks(world, |pg| {
+            let model =
+                Between::new(&device()).fully_shard(&DeviceMesh::shard(&pg), &FsdpConfig::new())?;
+            let loss = forward(&model, &mine(&pg, 0), pg.rank() == 0);
+            Ok(gradients_of(&model, &model.try_backward(loss)?))
+        });
+        for (rank, got) in ranks.unwrap().iter().enumerate() {
+            assert_shards(got, &want, world, rank);
+        }
+    }
+}
+
+#[test]
+fn a_rank_may_skip_units_of_an_evaluation_between_backward_and_step() {
+    for _ in 0..50 {
+        ranks(3, |pg| {
+            let mut model = sharded(&pg, &FsdpConfig::new())?;
+            let mut optim = SgdConfig::new().init();
+            for step in 0..3 {
+                let grads = model.try_backward(model.loss(&mine(&pg, step)))?;
+                let x = mine(&pg, step).floats::<2>(1, &[super::D]);
+                drop(model.layers[pg.rank()].fc.forward(x));
+                model = model.step(&mut optim, 0.1, grads)?;
+            }
+            Ok(())
+        })
+        .unwrap();
+    }
+}
+
+#[test]
+fn units_resharded_over_subgroups_may_be_used_in_another_order_by_a_rank() {
+    let orders = |rank: usize, step: usize| match (rank + step) % 3 {
+        0 => vec![0, 1, 2],
+        1 => vec![2, 0],
+        _ => vec![1, 2, 0, 1],
+    };
+    let forward = |model: &Stack, input: &Input, order: &[usize]| {
+        let x = input.floats::<2>(1, &[super::D]);
+        let layer = |x, i: &usize| model.layers[*i].fc.forward(x).tanh();
+        regression(model.out.forward(order.iter().fold(x, layer)), input)
+    };
+    let plain = dense(stack, &device());
+    let want = (0..4).map(|step| {
+        let loss = (0..4).map(|rank| {
+            let input = Input::new(step, rank * 2..rank * 2 + 2, &device());
+            forward(&plain, &input, &orders(rank, step)) / 4.0
+        });
+        let loss = loss.reduce(|a, b| a + b).unwrap();
+        let grads = GradientsParams::from_grads(loss.backward(), &plain);
+        gradients_of(&plain, &grads)
+    });
+    let want: Vec<Values> = want.collect();
+    for (rank, got) in ranks(4, |pg| {
+        let config = FsdpConfig::new().with_reshard_after_forward(ReshardAfterForward::Groups(2));
+        let model = sharded(&pg, &config)?;
+        let steps = (0..4).map(|step| {
+            let loss = forward(&model, &mine(&pg, step), &orders(pg.rank(), step));
+            Ok(gradients_of(&model, &model.try_backward(loss)?))
+        });
+        steps.collect::<Result<Vec<_>>>()
+    })
+    .unwrap()
+    .iter()
+    .enumerate()
+    {
+        for (got, want) in got.iter().zip(&want) {
+            assert_shards(got, want, 4, rank);
+        }
     }
 }
