@@ -78,6 +78,7 @@ mod placement;
 mod plan;
 mod ranked;
 mod schedule;
+mod shards;
 mod state;
 mod state_dict;
 mod tree;
@@ -99,9 +100,8 @@ pub use module::{FsdpModule, NoSyncGuard};
 pub use placement::Placement;
 pub use plan::{ParamPlan, ShardingPlan, UnitPlan};
 pub use schedule::Event;
-pub use state_dict::{
-    LoadMode, LoadReport, ShardedStateDict, ShardedTensor, StateDict, StateDictTarget,
-};
+pub use shards::{ShardSpec, ShardedStateDict, ShardedTensor, dense_specs};
+pub use state_dict::{LoadMode, LoadReport, StateDict, StateDictTarget};
 
 /// What a training script needs.
 pub mod prelude {

@@ -1,4 +1,4 @@
-//! State dicts: full, of whole tensors, and sharded, of what each rank holds.
+//! Full state dicts: whole tensors by path.
 //!
 //! Names are parameter paths. Full tensors are laid out as Burn records them, that is, after a
 //! parameter's save mapper (a column-layout `Linear` stores its weight transposed in memory).
@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
-use burn::tensor::{Bool, DType, Int, Shape, Tensor, TensorData};
+use burn::tensor::{Bool, DType, Int, Tensor, TensorData};
 
 use crate::buffers::{broadcast_data, with_value};
 use crate::comm::Call;
@@ -15,27 +15,10 @@ use crate::full::{gather, lift, scatter};
 use crate::path::{PathStack, follow_path};
 use crate::plan::MemberIndex;
 use crate::state::FsdpState;
-use crate::{FsdpError, FsdpModule, Placement, Result};
+use crate::{FsdpError, FsdpModule, Result};
 
 /// Whole tensors by path: floating, integer and boolean parameters, and running statistics.
 pub type StateDict = BTreeMap<String, TensorData>;
-
-/// One rank's tensors by path.
-pub type ShardedStateDict = BTreeMap<String, ShardedTensor>;
-
-/// What one rank holds of a tensor, without padding.
-#[derive(Clone, Debug, PartialEq)]
-#[non_exhaustive]
-pub struct ShardedTensor {
-    /// The shape of the whole tensor, in memory layout.
-    pub global_shape: Vec<usize>,
-    /// How it is placed over the shard dimension of the mesh.
-    pub placement: Placement,
-    /// Where the local part begins in the whole tensor.
-    pub offsets: Vec<usize>,
-    /// The local part; it may be empty.
-    pub data: TensorData,
-}
 
 /// Who gets a full state dict.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -113,17 +96,6 @@ impl<M: Module> FsdpModule<M> {
         };
         self.inner().visit(&mut gather);
         gather.dict
-    }
-
-    /// What this rank holds of the model. Does not communicate.
-    pub fn sharded_state_dict(&self) -> ShardedStateDict {
-        let mut collect = CollectShards {
-            state: &self.state,
-            path: PathStack::default(),
-            dict: ShardedStateDict::new(),
-        };
-        self.visit(&mut collect);
-        collect.dict
     }
 
     /// Loads rank 0's full state dict into the shards; what other ranks pass is ignored. Ids and
@@ -307,65 +279,6 @@ impl ModuleVisitor for GatherFull<'_> {
 
     fn visit_bool<const D: usize>(&mut self, param: &Param<Tensor<D, Bool>>) {
         self.keep(|| param.transform_for_save().val().into_data());
-    }
-}
-
-/// Collects what this rank holds.
-struct CollectShards<'a> {
-    state: &'a FsdpState,
-    path: PathStack,
-    dict: ShardedStateDict,
-}
-
-impl CollectShards<'_> {
-    fn keep(&mut self, tensor: ShardedTensor) {
-        self.dict.insert(self.path.join(), tensor);
-    }
-}
-
-fn whole(data: TensorData) -> ShardedTensor {
-    ShardedTensor {
-        global_shape: data.shape().to_vec(),
-        placement: Placement::Replicate,
-        offsets: vec![0; data.shape().num_dims()],
-        data,
-    }
-}
-
-impl ModuleVisitor for CollectShards<'_> {
-    follow_path!();
-
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        let Some(index) = self.state.plan.find(&self.path.join()) else {
-            self.keep(whole(param.val().into_data()));
-            return;
-        };
-        let rank = self.state.context.mesh.shard_rank();
-        let plan = self.state.plan.param(index.unit, index.member);
-        let layout = self.state.plan.layout(index.unit, index.member);
-        let (offsets, sizes) = layout.local_box(rank);
-        let stored = param.val().inner();
-        let data = if sizes.contains(&0) {
-            let shape = Shape::from(sizes);
-            Tensor::<D>::zeros(shape, (&stored.device(), stored.dtype())).into_data()
-        } else {
-            let ranges: [std::ops::Range<usize>; D] = std::array::from_fn(|d| 0..sizes[d]);
-            stored.slice(ranges).into_data()
-        };
-        self.keep(ShardedTensor {
-            global_shape: plan.shape.clone(),
-            placement: plan.placement,
-            offsets,
-            data,
-        });
-    }
-
-    fn visit_int<const D: usize>(&mut self, param: &Param<Tensor<D, Int>>) {
-        self.keep(whole(param.val().into_data()));
-    }
-
-    fn visit_bool<const D: usize>(&mut self, param: &Param<Tensor<D, Bool>>) {
-        self.keep(whole(param.val().into_data()));
     }
 }
 

@@ -7,7 +7,8 @@ use burn_fsdp::{
 };
 use burn_fsdp_tests::models::{ConvNet, Stack, Tied};
 use burn_fsdp_tests::{
-    Input, Values, assert_names, dense, device, full_message, local_values, ranks, state_values,
+    Input, Values, assert_names, dense, device, full_message, local_values, ranks, saved_values,
+    state_values,
 };
 
 use crate::{mine, sharded, stack};
@@ -379,8 +380,8 @@ fn the_sharded_state_dict_holds_unpadded_parts_that_tile_the_whole() {
             let mut seen = vec![0u32; values.len()];
             for (rank, part) in parts.iter().enumerate() {
                 let part = &part[path];
-                assert_eq!(&part.global_shape, shape, "{path}");
-                if part.placement == Placement::Replicate && rank > 0 {
+                assert_eq!(&part.spec.global_shape, shape, "{path}");
+                if part.spec.placement == Placement::Replicate && rank > 0 {
                     continue;
                 }
                 let local = part.data.shape().to_vec();
@@ -388,7 +389,7 @@ fn the_sharded_state_dict_holds_unpadded_parts_that_tile_the_whole() {
                 for (i, got) in numbers.iter().enumerate() {
                     let (mut at, mut rest, mut stride) = (0, i, 1);
                     for d in (0..shape.len()).rev() {
-                        at += (part.offsets[d] + rest % local[d]) * stride;
+                        at += (part.spec.offsets[d] + rest % local[d]) * stride;
                         rest /= local[d];
                         stride *= shape[d];
                     }
@@ -434,5 +435,35 @@ fn into_dense_gives_every_rank_the_whole_model_back() {
     for (values, got) in got {
         assert_eq!(values, local_values(&want));
         assert_eq!(got, loss);
+    }
+}
+
+#[test]
+fn a_matrix_kept_transposed_in_memory_is_described_as_it_is_recorded() {
+    let config = LinearConfig::new(5, 5).with_layout(LinearLayout::Col);
+    let linear = || config.init(&device());
+    let want = saved_values(&dense(|_| linear(), &device()));
+    for (rank, part) in ranks(2, |pg| {
+        let model = linear().fully_shard(&DeviceMesh::shard(&pg), &FsdpConfig::new())?;
+        Ok(model.sharded_state_dict())
+    })
+    .unwrap()
+    .iter()
+    .enumerate()
+    {
+        let weight = &part["weight"];
+        // Rows in memory are columns of the record.
+        assert_eq!(weight.spec.placement, Placement::Shard(1));
+        assert_eq!(weight.spec.offsets, [0, 3 * rank]);
+        assert_eq!(weight.data.shape().to_vec(), [5, 3 - rank]);
+        assert_eq!(weight.spec.owner, "Linear");
+        let (_, values) = &want["weight"];
+        let columns = 3 * rank..5.min(3 * rank + 3);
+        let rows = values.chunks(5).flat_map(|row| &row[columns.clone()]);
+        let got = weight.data.try_to_vec_as::<f32>().unwrap();
+        assert!(got.iter().eq(rows), "rank {rank}");
+        let stored = weight.spec.to_stored(weight.data.clone());
+        assert_eq!(stored.shape().to_vec(), weight.spec.stored_shape());
+        assert_eq!(weight.spec.to_local(stored), weight.data);
     }
 }
