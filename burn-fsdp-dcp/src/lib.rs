@@ -1,0 +1,15 @@
+//! Distributed checkpoints.
+
+#![deny(missing_docs)]
+
+mod dtype;
+mod error;
+mod region;
+mod report;
+mod source;
+
+pub use dtype::{dtype_name, dtype_of};
+pub use error::{DcpError, Result};
+pub use region::{Region, Run};
+pub use report::LoadReport;
+pub use source::{TensorInfo, TensorSource};
