@@ -2,14 +2,36 @@
 
 #![deny(missing_docs)]
 
+mod checkpoint;
+mod codec;
 mod dtype;
 mod error;
+mod load;
+mod manifest;
+mod optimizer;
+mod pending;
 mod region;
 mod report;
+mod save;
+mod shard_file;
+mod snapshot;
 mod source;
+mod stateful;
+mod storage;
+mod tiling;
 
+pub use checkpoint::{Checkpoint, load_dense_model_from, load_model_from};
 pub use dtype::{dtype_name, dtype_of};
 pub use error::{DcpError, Result};
+pub use load::LoadOptions;
+pub use manifest::{
+    CheckpointId, ChunkEntry, Extent, FileEntry, Manifest, StateEntry, TensorEntry,
+};
+pub use pending::PendingSave;
 pub use region::{Region, Run};
 pub use report::LoadReport;
+pub use save::{SaveOptions, Saver, WhenBusy};
+pub use snapshot::Snapshot;
 pub use source::{TensorInfo, TensorSource};
+pub use stateful::Stateful;
+pub use storage::{LocalStorage, Location, ReadFile, Storage, WriteFile};

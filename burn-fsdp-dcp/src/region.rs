@@ -22,6 +22,17 @@ pub struct Run {
     pub len: u64,
 }
 
+impl Run {
+    /// The run in pieces of `most` elements at most.
+    pub(crate) fn pieces(self, most: u64) -> impl Iterator<Item = Self> {
+        (0..self.len).step_by(most as usize).map(move |at| Self {
+            from: self.from + at,
+            to: self.to + at,
+            len: most.min(self.len - at),
+        })
+    }
+}
+
 impl Region {
     /// A whole tensor of this shape.
     pub fn whole(shape: &[u64]) -> Self {

@@ -67,6 +67,11 @@ impl DeviceMesh {
         self.shard.rank()
     }
 
+    /// The number of this rank's copy of the model.
+    pub fn replicate_rank(&self) -> usize {
+        self.replicate.as_ref().map_or(0, ProcessGroup::rank)
+    }
+
     pub(crate) fn shard_group(&self) -> &ProcessGroup {
         &self.shard
     }

@@ -324,6 +324,11 @@ impl ProcessGroup {
         self.counters.counts()
     }
 
+    /// Why the group has failed, if it has. Does not communicate.
+    pub fn failure(&self) -> Option<FsdpError> {
+        self.engine.failure()
+    }
+
     /// Makes the group fail: every other rank returns [`FsdpError::Aborted`] from the collective
     /// it waits in, or from its next one.
     pub fn abort(&self, reason: impl Into<String>) {

@@ -1,0 +1,357 @@
+//! What one rank puts into a checkpoint.
+
+use std::collections::BTreeMap;
+
+use burn::lr_scheduler::module_lr_scheduler::ModuleLrScheduler;
+use burn::module::{Module, ModuleVisitor, Param};
+use burn::optim::ModuleOptimizer;
+use burn::tensor::{Bool, DType, Int, Tensor, TensorData};
+use burn_fsdp::{FsdpModule, Placement, ShardSpec, dense_specs};
+use serde::Serialize;
+
+use crate::region::Region;
+use crate::stateful::Stateful;
+use crate::{Result, codec, optimizer};
+
+/// The prefix of a model's tensors in a checkpoint.
+pub(crate) const MODEL: &str = "model.";
+/// The name of the state of a learning rate scheduler.
+pub(crate) const SCHEDULER: &str = "scheduler";
+
+/// What one rank puts into a checkpoint: its shards, and values of any kind.
+///
+/// A snapshot takes no copy of a model: it holds the tensors, and they are read when they are written.
+/// As Burn's tensors are values, later steps don't change what it holds; but while it lives, an
+/// optimizer can't update them in place.
+#[derive(Debug)]
+pub struct Snapshot {
+    pub(crate) step: u64,
+    pub(crate) metrics: BTreeMap<String, f64>,
+    pub(crate) pieces: BTreeMap<String, Piece>,
+    pub(crate) states: BTreeMap<String, State>,
+}
+
+/// One rank's part of a tensor.
+pub(crate) struct Piece {
+    pub(crate) dtype: DType,
+    /// Of the whole tensor.
+    pub(crate) shape: Vec<u64>,
+    pub(crate) region: Region,
+    pub(crate) copies: Copies,
+    /// Brings the part; on the host once it is staged.
+    pub(crate) data: Box<dyn FnOnce() -> TensorData + Send>,
+}
+
+impl std::fmt::Debug for Piece {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Piece")
+            .field("dtype", &self.dtype)
+            .field("shape", &self.shape)
+            .field("region", &self.region)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Who else holds the same part.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Copies {
+    /// `count` ranks do, and this is number `index` of them.
+    Replicas { index: usize, count: usize },
+    /// Every rank does.
+    Everywhere,
+    /// Every rank holds one, but they may differ: rank 0's counts.
+    RankZero,
+}
+
+/// An encoded value.
+#[derive(Debug)]
+pub(crate) struct State {
+    pub(crate) is_of_rank: bool,
+    pub(crate) bytes: Vec<u8>,
+}
+
+impl Snapshot {
+    /// An empty snapshot, taken after this training step.
+    pub fn new(step: u64) -> Self {
+        Self {
+            step,
+            metrics: BTreeMap::new(),
+            pieces: BTreeMap::new(),
+            states: BTreeMap::new(),
+        }
+    }
+
+    /// Adds the shards of a model, as `model.` and their paths. Parameters that are replicated, and
+    /// shards of which a hybrid mesh holds copies, are written once, by ranks in turn. Running
+    /// statistics, of which each rank has its own, are those of rank 0.
+    pub fn model<M: Module>(mut self, model: &FsdpModule<M>) -> Self {
+        let mesh = model.mesh();
+        let shard_copies = Copies::Replicas {
+            index: mesh.replicate_rank(),
+            count: mesh.replicate_size(),
+        };
+        self.add_module(model, model.shard_specs(), shard_copies);
+        self
+    }
+
+    /// Adds a model that is not sharded, and equal on all ranks.
+    pub fn dense_model<M: Module>(mut self, model: &M) -> Self {
+        self.add_module(model, dense_specs(model), Copies::Everywhere);
+        self
+    }
+
+    fn add_module<M: Module>(
+        &mut self,
+        model: &M,
+        mut specs: BTreeMap<String, ShardSpec>,
+        shard_copies: Copies,
+    ) {
+        drop_further_names(&mut specs);
+        model.visit(&mut AddTensors {
+            path: Vec::new(),
+            specs,
+            shard_copies,
+            snapshot: self,
+        });
+    }
+
+    /// Adds an optimizer's state for a sharded model: tensors as `optimizer.`, the parameter's path
+    /// and the name that the optimizer gives them, sharded as the parameter is, and scalars. One copy
+    /// of the state is made, as Burn hands it out.
+    ///
+    /// # Errors
+    ///
+    /// If the optimizer's record can't be read.
+    pub fn optimizer<M: Module>(
+        mut self,
+        optim: &ModuleOptimizer,
+        model: &FsdpModule<M>,
+    ) -> Result<Self> {
+        let mesh = model.mesh();
+        let shard_copies = Copies::Replicas {
+            index: mesh.replicate_rank(),
+            count: mesh.replicate_size(),
+        };
+        optimizer::add(&mut self, optim, model.shard_specs(), shard_copies)?;
+        Ok(self)
+    }
+
+    /// Adds an optimizer's state for a model that is not sharded, and equal on all ranks.
+    ///
+    /// # Errors
+    ///
+    /// If the optimizer's record can't be read.
+    pub fn dense_optimizer<M: Module>(
+        mut self,
+        optim: &ModuleOptimizer,
+        model: &M,
+    ) -> Result<Self> {
+        optimizer::add(&mut self, optim, dense_specs(model), Copies::Everywhere)?;
+        Ok(self)
+    }
+
+    /// Adds a learning rate scheduler, which is equal on all ranks.
+    ///
+    /// # Errors
+    ///
+    /// If its record can't be encoded.
+    pub fn scheduler(self, scheduler: &ModuleLrScheduler) -> Result<Self> {
+        let record = scheduler.to_record().into_bytes();
+        let record = record.map_err(|error| bad_state(SCHEDULER, error))?;
+        Ok(self.encoded(SCHEDULER, false, record.to_vec()))
+    }
+
+    /// Adds a value that is equal on all ranks; rank 0's is saved. Later values of a name replace
+    /// earlier ones.
+    ///
+    /// # Errors
+    ///
+    /// If it can't be encoded.
+    pub fn state<T: Serialize + ?Sized>(self, name: &str, value: &T) -> Result<Self> {
+        let bytes = codec::encode_value(name, value)?;
+        Ok(self.encoded(name, false, bytes))
+    }
+
+    /// Adds a value of which each rank has its own.
+    ///
+    /// # Errors
+    ///
+    /// If it can't be encoded.
+    pub fn rank_state<T: Serialize + ?Sized>(self, name: &str, value: &T) -> Result<Self> {
+        let bytes = codec::encode_value(name, value)?;
+        Ok(self.encoded(name, true, bytes))
+    }
+
+    /// Adds the state of something that has one, equal on all ranks.
+    ///
+    /// # Errors
+    ///
+    /// If it can't be encoded.
+    pub fn stateful(self, name: &str, object: &impl Stateful) -> Result<Self> {
+        self.state(name, &object.state())
+    }
+
+    /// Adds a figure by which checkpoints can be chosen; rank 0's counts.
+    pub fn metric(mut self, name: &str, value: f64) -> Self {
+        self.metrics.insert(name.to_string(), value);
+        self
+    }
+
+    pub(crate) fn encoded(mut self, name: &str, is_of_rank: bool, bytes: Vec<u8>) -> Self {
+        let state = State { is_of_rank, bytes };
+        self.states.insert(name.to_string(), state);
+        self
+    }
+
+    /// Leaves this rank only what it is to write, in the order of names.
+    ///
+    /// Ranks decide alike without a word, because they hold the same names and shapes. Where they
+    /// don't, chunks fail to tile their tensors, and the save is refused.
+    pub(crate) fn assign(&mut self, rank: usize, world_size: usize) {
+        let mut load = vec![0u64; world_size];
+        let mut everywhere: Vec<(&String, u64)> = self
+            .pieces
+            .iter()
+            .filter(|(_, piece)| piece.copies == Copies::Everywhere)
+            .map(|(name, piece)| (name, piece.bytes()))
+            .collect();
+        // The largest first, each to the rank that has least.
+        everywhere.sort_by(|a, b| b.1.cmp(&a.1).then(a.0.cmp(b.0)));
+        let mut writers = BTreeMap::new();
+        for (name, bytes) in everywhere {
+            let least = (0..world_size).min_by_key(|&r| (load[r], r)).unwrap_or(0);
+            load[least] += bytes;
+            writers.insert(name.clone(), least);
+        }
+        let mut turn = 0;
+        for (name, piece) in &mut self.pieces {
+            let writes = match piece.copies {
+                Copies::Everywhere => writers[name] == rank,
+                Copies::RankZero => rank == 0,
+                Copies::Replicas { index, count } => {
+                    turn += 1;
+                    turn % count == index
+                }
+            };
+            if !writes {
+                piece.leave_to_others();
+            }
+        }
+        self.states.retain(|_, state| state.is_of_rank || rank == 0);
+    }
+
+    /// Reads all that this rank writes to the host, so that nothing refers to the device or to the
+    /// model any more.
+    pub(crate) fn stage(&mut self) {
+        for piece in self
+            .pieces
+            .values_mut()
+            .filter(|piece| !piece.region.is_empty())
+        {
+            let draw =
+                std::mem::replace(&mut piece.data, Box::new(|| unreachable!("being staged")));
+            let data = draw();
+            piece.data = Box::new(move || data);
+        }
+    }
+}
+
+impl Piece {
+    fn bytes(&self) -> u64 {
+        self.region.volume().unwrap_or(0) * self.dtype.size() as u64
+    }
+
+    fn leave_to_others(&mut self) {
+        self.region.sizes.fill(0);
+        if self.region.sizes.is_empty() {
+            // A scalar has no dimension to be empty in.
+            self.region = Region {
+                offsets: vec![0],
+                sizes: vec![0],
+            };
+        }
+        self.data = Box::new(|| unreachable!("another rank writes this"));
+    }
+
+    pub(crate) fn new(
+        spec: &ShardSpec,
+        dtype: DType,
+        shard_copies: Copies,
+        data: impl FnOnce() -> TensorData + Send + 'static,
+    ) -> Self {
+        let wide = |shape: &[usize]| shape.iter().map(|n| *n as u64).collect::<Vec<_>>();
+        Self {
+            dtype,
+            shape: wide(&spec.global_shape),
+            region: Region {
+                offsets: wide(&spec.offsets),
+                sizes: wide(&spec.sizes),
+            },
+            copies: match spec.placement {
+                _ if spec.is_buffer => Copies::RankZero,
+                Placement::Replicate => Copies::Everywhere,
+                Placement::Shard(_) => shard_copies,
+            },
+            data: Box::new(data),
+        }
+    }
+}
+
+/// Leaves one name to each parameter, the first of its names.
+pub(crate) fn drop_further_names(specs: &mut BTreeMap<String, ShardSpec>) {
+    let mut seen = std::collections::HashSet::new();
+    specs.retain(|_, spec| seen.insert(spec.id));
+}
+
+fn bad_state(name: &str, error: impl ToString) -> crate::DcpError {
+    crate::DcpError::BadState {
+        name: name.to_string(),
+        detail: error.to_string(),
+    }
+}
+
+/// Adds a module's tensors to a snapshot.
+struct AddTensors<'a> {
+    path: Vec<String>,
+    specs: BTreeMap<String, ShardSpec>,
+    shard_copies: Copies,
+    snapshot: &'a mut Snapshot,
+}
+
+impl AddTensors<'_> {
+    fn add(&mut self, dtype: DType, read: impl FnOnce() -> TensorData + Send + 'static) {
+        let path = self.path.join(".");
+        let Some(spec) = self.specs.get(&path) else {
+            return;
+        };
+        let owned = spec.clone();
+        let data = move || owned.to_local(read());
+        let piece = Piece::new(spec, dtype, self.shard_copies, data);
+        self.snapshot.pieces.insert(format!("{MODEL}{path}"), piece);
+    }
+}
+
+impl ModuleVisitor for AddTensors<'_> {
+    fn enter_module(&mut self, name: &str, _container: &str) {
+        self.path.push(name.to_string());
+    }
+
+    fn exit_module(&mut self, _name: &str, _container: &str) {
+        self.path.pop();
+    }
+
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        let tensor = param.val().without_autodiff();
+        self.add(tensor.dtype(), move || tensor.into_data());
+    }
+
+    fn visit_int<const D: usize>(&mut self, param: &Param<Tensor<D, Int>>) {
+        let tensor = param.val();
+        self.add(tensor.dtype(), move || tensor.into_data());
+    }
+
+    fn visit_bool<const D: usize>(&mut self, param: &Param<Tensor<D, Bool>>) {
+        let tensor = param.val();
+        self.add(tensor.dtype(), move || tensor.into_data());
+    }
+}
