@@ -279,6 +279,15 @@ impl Checkpoint {
     ///
     /// The first fault found, naming file, tensor and chunk.
     pub fn verify(&self, progress: impl Fn(u64) + Sync) -> Result<()> {
+        self.verify_share((0, 1), progress)
+    }
+
+    /// The same for one rank's share of the bytes: its number, and of how many.
+    pub(crate) fn verify_share(
+        &self,
+        (share, shares): (usize, usize),
+        progress: impl Fn(u64) + Sync,
+    ) -> Result<()> {
         for file in 0..self.manifest.files.len() {
             self.file(file)?;
         }
@@ -295,6 +304,8 @@ impl Checkpoint {
                 let starts = (0..extent.len).step_by(MOST_AT_ONCE as usize);
                 starts.map(move |start| (name, offsets, extent, start))
             })
+            .skip(share)
+            .step_by(shares)
             .collect();
         pieces
             .par_iter()

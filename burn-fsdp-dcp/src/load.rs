@@ -74,7 +74,7 @@ impl LoadOptions {
     }
 }
 
-fn parse(pattern: &str) -> Result<Regex> {
+pub(crate) fn parse(pattern: &str) -> Result<Regex> {
     Regex::new(pattern).map_err(DcpError::argument)
 }
 

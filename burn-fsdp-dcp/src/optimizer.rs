@@ -7,7 +7,7 @@
 use std::collections::{BTreeMap, HashMap};
 
 use burn::optim::{ModuleOptimizer, OptimizerRecord};
-use burn::tensor::{Shape, TensorData};
+use burn::tensor::TensorData;
 use burn_fsdp::ShardSpec;
 use burn_pack::{Reader, Scalar, Tensor, Writer};
 use serde::{Deserialize, Serialize};
@@ -180,7 +180,7 @@ pub(crate) fn load(
         tensors.push(Tensor::new(
             format!("{id}.{field}"),
             dtype,
-            Shape::from(shape),
+            shape,
             Some(id),
             bytes,
         ));

@@ -1,5 +1,6 @@
 //! A save in the background.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 
@@ -50,15 +51,26 @@ impl PendingSave {
     /// [`DcpError::SaveTimeout`].
     pub fn finish(mut self) -> Result<Manifest> {
         self.is_finished = true;
-        let ended = self.running.wait();
         let job = &self.running.job;
-        let manifest = agree(&self.group, ended.result).and_then(|committed| {
-            let manifest = committed.map(|manifest| codec::encode_table(&manifest));
-            let manifest = self
-                .group
-                .broadcast_bytes(0, manifest.unwrap_or_default())?;
-            codec::decode_table(&manifest, "rank 0's manifest")
-        });
+        // Rank 0 hears of a failure here, if its thread doesn't by a file, and need not wait.
+        let written = match job.rank {
+            0 => Ok(()),
+            _ => self.running.wait().result.map(drop),
+        };
+        let written = agree(&self.group, written);
+        if written.is_err() {
+            self.running.is_hopeless.store(true, Ordering::Release);
+        }
+        let ended = self.running.wait();
+        let manifest = written
+            .and(agree(&self.group, ended.result))
+            .and_then(|committed| {
+                let manifest = committed.map(|manifest| codec::encode_table(&manifest));
+                let manifest = self
+                    .group
+                    .broadcast_bytes(0, manifest.unwrap_or_default())?;
+                codec::decode_table(&manifest, "rank 0's manifest")
+            });
         if manifest.is_err() {
             let part = job.part_name(job.rank);
             job.undo(&ended.files.into_iter().chain([part]).collect::<Vec<_>>());
@@ -81,6 +93,8 @@ impl Drop for PendingSave {
 #[derive(Debug)]
 pub(crate) struct Running {
     job: Job,
+    /// Whether the other ranks' parts are not worth waiting for.
+    is_hopeless: Arc<AtomicBool>,
     thread: Mutex<Option<JoinHandle<Ended>>>,
     ended: Mutex<Option<Ended>>,
 }
@@ -96,13 +110,15 @@ pub(crate) struct Ended {
 impl Running {
     /// Starts to write a staged snapshot.
     pub(crate) fn start(job: Job, snapshot: Snapshot, group: ProcessGroup) -> Result<Arc<Self>> {
-        let for_thread = job.clone();
+        let is_hopeless = Arc::new(AtomicBool::new(false));
+        let for_thread = (job.clone(), is_hopeless.clone());
         let thread = std::thread::Builder::new()
             .name(format!("checkpoint-{}", job.step))
-            .spawn(move || write_and_commit(&for_thread, snapshot, &group))
+            .spawn(move || write_and_commit(&for_thread.0, snapshot, &group, &for_thread.1))
             .map_err(|error| DcpError::io("start", "a thread to save", error))?;
         Ok(Arc::new(Self {
             job,
+            is_hopeless,
             thread: Mutex::new(Some(thread)),
             ended: Mutex::new(None),
         }))
@@ -135,7 +151,12 @@ impl Running {
 
 /// This rank's share of a save in the background. Its part goes to rank 0 as a file, so that no rank
 /// waits for another but rank 0.
-fn write_and_commit(job: &Job, snapshot: Snapshot, group: &ProcessGroup) -> Ended {
+fn write_and_commit(
+    job: &Job,
+    snapshot: Snapshot,
+    group: &ProcessGroup,
+    is_hopeless: &AtomicBool,
+) -> Ended {
     let part = job.check_free().and_then(|()| job.write(snapshot));
     let files = part.iter().flat_map(Part::file_names).collect();
     let told = job.location.replace(
@@ -144,9 +165,9 @@ fn write_and_commit(job: &Job, snapshot: Snapshot, group: &ProcessGroup) -> Ende
     );
     let result = match (part, told) {
         (Err(error), _) | (Ok(_), Err(error)) => Err(error),
-        (Ok(_), Ok(())) if job.rank == 0 => {
-            job.await_parts(group).and_then(|parts| commit(job, parts))
-        }
+        (Ok(_), Ok(())) if job.rank == 0 => job
+            .await_parts(group, is_hopeless)
+            .and_then(|parts| commit(job, parts)),
         (Ok(_), Ok(())) => Ok(None),
     };
     Ended { result, files }

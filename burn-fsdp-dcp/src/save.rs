@@ -8,6 +8,7 @@ use std::collections::BTreeMap;
 use std::collections::hash_map::RandomState;
 use std::hash::{BuildHasher, Hasher};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use burn_fsdp::ProcessGroup;
@@ -467,8 +468,12 @@ impl Job {
         self.remove(&stale.collect::<Vec<_>>());
     }
 
-    /// On rank 0: waits for the parts of all ranks, as files.
-    pub(crate) fn await_parts(&self, group: &ProcessGroup) -> Result<Vec<Vec<u8>>> {
+    /// On rank 0: waits for the parts of all ranks, as files; until `is_hopeless`.
+    pub(crate) fn await_parts(
+        &self,
+        group: &ProcessGroup,
+        is_hopeless: &AtomicBool,
+    ) -> Result<Vec<Vec<u8>>> {
         let start = Instant::now();
         let mut parts: Vec<Option<Vec<u8>>> = vec![None; self.world_size];
         let mut nap = Duration::from_millis(1);
@@ -489,7 +494,8 @@ impl Job {
             if let Some(failure) = group.failure() {
                 return Err(failure.into());
             }
-            if start.elapsed() >= self.options.timeout {
+            let is_late = start.elapsed() >= self.options.timeout;
+            if is_late || is_hopeless.load(Ordering::Acquire) {
                 return Err(DcpError::SaveTimeout {
                     missing: missing(),
                     seconds: self.options.timeout.as_secs(),

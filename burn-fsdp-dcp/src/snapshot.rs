@@ -191,6 +191,18 @@ impl Snapshot {
         self.state(name, &object.state())
     }
 
+    /// Leaves out tensors and states in whose names a regular expression is found.
+    ///
+    /// # Errors
+    ///
+    /// [`DcpError::InvalidArgument`](crate::DcpError::InvalidArgument) if it is no regular expression.
+    pub fn without(mut self, pattern: &str) -> Result<Self> {
+        let pattern = crate::load::parse(pattern)?;
+        self.pieces.retain(|name, _| !pattern.is_match(name));
+        self.states.retain(|name, _| !pattern.is_match(name));
+        Ok(self)
+    }
+
     /// Adds a figure by which checkpoints can be chosen; rank 0's counts.
     pub fn metric(mut self, name: &str, value: f64) -> Self {
         self.metrics.insert(name.to_string(), value);

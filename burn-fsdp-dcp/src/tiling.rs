@@ -93,7 +93,7 @@ fn uncancelled_corner<'a>(
     if !whole.is_empty() {
         add(&whole, -1);
     }
-    corners.sort_unstable_by(|a, b| a.0.cmp(&b.0));
+    corners.sort_unstable_by_key(|(corner, _)| *corner);
     let same = corners.chunk_by(|a, b| a.0 == b.0);
     let is_left = |group: &&[(Corner, i64)]| group.iter().map(|(_, sign)| sign).sum::<i64>() != 0;
     let left = { same }.find(is_left)?;
