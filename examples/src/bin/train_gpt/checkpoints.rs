@@ -26,10 +26,20 @@ impl Checkpoints {
             // A step that is trained again, after a resume from an earlier one, is saved again.
             .with_save_options(SaveOptions::new().with_overwrite(true));
         let dir = args.checkpoint_dir.as_deref();
+        let manager = dir
+            .map(|dir| Manager::new(group, dir, config))
+            .transpose()?;
+        if let Some(manager) = manager.as_ref().filter(|_| !args.resume)
+            && let Some(last) = manager.steps()?.last()
+        {
+            // A run that begins again among them would go on from the wrong one some day.
+            return Err(FsdpError::other(format!(
+                "{} is a checkpoint of another run: add --resume, or choose another folder",
+                manager.step(*last)
+            )));
+        }
         Ok(Self {
-            manager: dir
-                .map(|dir| Manager::new(group, dir, config))
-                .transpose()?,
+            manager,
             resumes: args.resume,
             speaks: group.rank() == 0,
             last_step: args.steps,
