@@ -20,7 +20,7 @@ use crate::{DcpError, Region, Result, TensorInfo, TensorSource, dtype_name};
 const SINGLE: &str = "model.safetensors";
 
 /// This much of a tensor is read at once. Transposing or casting holds it twice.
-const MAX_PIECE: u64 = 32 << 20;
+const MAX_PIECE: u64 = 24 << 20;
 
 type Rename = Box<dyn Fn(&str) -> Option<String> + Send + Sync>;
 
@@ -31,6 +31,7 @@ pub struct ExportOptions {
     dtype: Option<DType>,
     layout: TensorLayout,
     specs: BTreeMap<String, ShardSpec>,
+    prefix: String,
     rename: Option<Rename>,
     overwrite: bool,
 }
@@ -67,13 +68,16 @@ impl ExportOptions {
     }
 
     /// The layout to write the tensors of a Burn model in. `specs` says what that model is (see
-    /// [`pytorch_layout`](crate::pytorch_layout)); tensors it doesn't have are written as they are.
+    /// [`pytorch_layout`](crate::pytorch_layout)), and `prefix` what the names of its tensors begin
+    /// with in the source, such as `model.`. Other tensors are written as they are.
     pub fn with_layout(
         mut self,
         layout: TensorLayout,
         specs: &BTreeMap<String, ShardSpec>,
+        prefix: &str,
     ) -> Self {
         self.layout = layout;
+        self.prefix = prefix.to_string();
         self.specs = specs.clone();
         self
     }
@@ -119,7 +123,7 @@ pub fn export_safetensors(
     match options.layout {
         TensorLayout::Burn => export(source, target, options),
         TensorLayout::PyTorch => {
-            let source = LayoutSource::to_pytorch(source, &options.specs)?;
+            let source = LayoutSource::to_pytorch(source, &options.specs, &options.prefix)?;
             export(&source, target, options)
         }
     }
@@ -179,14 +183,7 @@ fn export(source: &dyn TensorSource, target: &Path, options: &ExportOptions) -> 
         // An index of before must not be found beside files that are not its own.
         remove_if_there(&directory.join(INDEX))?;
     }
-    for (scratch, path) in written {
-        let done = if options.overwrite {
-            scratch.commit()
-        } else {
-            scratch.commit_new()
-        };
-        done.map_err(|e| publish_error(&path, e))?;
-    }
+    publish(written, options.overwrite)?;
     if is_directory && options.overwrite {
         remove_replaced(directory, &paths)?;
     }
@@ -430,6 +427,27 @@ fn write_atomic(
     Ok((scratch, path.to_path_buf()))
 }
 
+/// Gives the files their names, in this order. If one is taken by now, those before it are removed again:
+/// part of an export is none.
+fn publish(written: Vec<(AtomicFile, PathBuf)>, overwrite: bool) -> Result<()> {
+    let mut published = Vec::new();
+    for (scratch, path) in written {
+        let done = if overwrite {
+            scratch.commit()
+        } else {
+            scratch.commit_new()
+        };
+        if let Err(error) = done {
+            if !overwrite {
+                { published.iter() }.for_each(|path| drop(fs::remove_file(path)));
+            }
+            return Err(publish_error(&path, error));
+        }
+        published.push(path);
+    }
+    Ok(())
+}
+
 fn publish_error(path: &Path, error: burn_pack::Error) -> DcpError {
     match error {
         burn_pack::Error::AlreadyExists(path) => DcpError::AlreadyExists { path },
@@ -494,6 +512,19 @@ mod tests {
         assert_eq!(rows, [(0, 2), (2, 2), (4, 1)]);
         assert_eq!(pieces(&[], 1).collect::<Vec<_>>(), [Region::whole(&[])]);
         assert_eq!(pieces(&[3, 0], 1).count(), 0);
+    }
+
+    #[test]
+    fn an_export_that_meets_another_midway_takes_its_files_back() {
+        let dir = tempfile::tempdir().unwrap();
+        let paths = ["a", "b"].map(|name| dir.path().join(name));
+        let write = |path: &PathBuf| write_atomic(path, |_| Ok(())).unwrap();
+        let written = paths.iter().map(write).collect();
+        fs::write(&paths[1], "other").unwrap();
+        let error = publish(written, false).unwrap_err();
+        assert!(matches!(error, DcpError::AlreadyExists { .. }), "{error}");
+        assert_eq!(names_in(dir.path()).unwrap(), ["b"]);
+        assert_eq!(fs::read(&paths[1]).unwrap(), b"other");
     }
 
     #[test]

@@ -9,7 +9,8 @@ use burn::tensor::{BoolStore, DType};
 use serde::Deserialize;
 
 use super::header::{Header, MAX_JSON, Unique, open_regular};
-use crate::region::{Run, volume};
+use crate::region::Run;
+use crate::tiling::check_tiling;
 use crate::{DcpError, Region, Result, TensorInfo, TensorSource};
 
 /// The index in a directory of several files.
@@ -260,9 +261,9 @@ impl Found {
         }
         let mut tensors = BTreeMap::new();
         for (name, chunks) in &self.chunks {
-            let info = whole(chunks).map_err(|detail| {
+            let info = whole(name, chunks).map_err(|detail| {
                 let file = self.files[chunks[0].file].display();
-                DcpError::foreign(file, format!("tensor {name:?}: {detail}"))
+                DcpError::foreign(file, detail)
             })?;
             tensors.insert(name.clone(), info);
         }
@@ -276,40 +277,30 @@ impl Found {
 }
 
 /// What the chunks of a tensor are together, if they cover it exactly once.
-fn whole(chunks: &[Chunk]) -> Result<TensorInfo, String> {
+fn whole(name: &str, chunks: &[Chunk]) -> Result<TensorInfo, String> {
+    let fault = |detail: &str| format!("tensor {name:?}: {detail}");
     let (dtype, rank) = (chunks[0].dtype, chunks[0].region.sizes.len());
     let mut shape = vec![0u64; rank];
     for Chunk { region, .. } in chunks {
         if region.sizes.len() != rank || region.offsets.len() != rank {
-            return Err("its parts have different numbers of dimensions".to_string());
+            return Err(fault("its parts have different numbers of dimensions"));
         }
         for (n, (offset, size)) in { &mut shape }
             .iter_mut()
             .zip(region.offsets.iter().zip(&region.sizes))
         {
             let end = offset.checked_add(*size);
-            *n = end.ok_or("a part ends beyond 64 bits")?.max(*n);
+            *n = end
+                .ok_or_else(|| fault("a part ends beyond 64 bits"))?
+                .max(*n);
         }
     }
     if chunks.iter().any(|chunk| chunk.dtype != dtype) {
-        return Err("its parts have different element types".to_string());
+        return Err(fault("its parts have different element types"));
     }
-    let mut parts: Vec<&Region> = chunks.iter().map(|c| &c.region).collect();
-    parts.retain(|part| !part.is_empty());
-    parts.sort();
-    for (i, part) in parts.iter().enumerate() {
-        // In this order, those that begin behind its rows have nothing in common with it.
-        let near = parts[i + 1..]
-            .iter()
-            .take_while(|other| rank == 0 || other.offsets[0] < part.offsets[0] + part.sizes[0]);
-        if let Some(other) = near.into_iter().find(|o| part.intersection(o).is_some()) {
-            return Err(format!("{part:?} and {other:?} overlap"));
-        }
-    }
-    let covered = { parts.iter() }.try_fold(0u64, |sum, part| sum.checked_add(part.volume()?));
-    if covered.is_none() || covered != volume(&shape) {
-        return Err(format!("its parts leave gaps in the shape {shape:?}"));
-    }
+    // Ranks without rows may have written empty parts.
+    let parts = chunks.iter().map(|c| &c.region).filter(|r| !r.is_empty());
+    check_tiling(name, &shape, parts).map_err(|e| e.to_string())?;
     Ok(TensorInfo { dtype, shape })
 }
 

@@ -93,7 +93,7 @@ fn is_recorded_transposed(spec: &ShardSpec) -> bool {
 }
 
 /// The tensors of another source in the other layout. Tensors that the model doesn't have keep name and
-/// shape.
+/// shape. `S` refers to the source: it is a reference, a `Box` or an `Arc`.
 #[derive(Debug)]
 pub struct LayoutSource<S> {
     inner: S,
@@ -114,33 +114,43 @@ where
     S::Target: TensorSource,
 {
     /// Presents the tensors of a PyTorch model under the names and in the shapes of the Burn model
-    /// that `specs` describes.
+    /// that `specs` describes. The names of its tensors begin with `prefix`, such as `model.`, in
+    /// `inner` and here.
     ///
     /// # Errors
     ///
     /// [`DcpError::InvalidArgument`] if two tensors would have one name.
-    pub fn from_pytorch(inner: S, specs: &BTreeMap<String, ShardSpec>) -> Result<Self> {
+    pub fn from_pytorch(
+        inner: S,
+        specs: &BTreeMap<String, ShardSpec>,
+        prefix: &str,
+    ) -> Result<Self> {
         let forms = pytorch_layout(specs).into_iter();
         let renamed = forms.map(|(burn, torch)| (torch.name, (burn, torch.is_transposed)));
-        Self::new(inner, renamed.collect())
+        Self::new(inner, renamed.collect(), prefix)
     }
 
-    /// Presents the tensors of the Burn model that `specs` describes as PyTorch has them.
+    /// Presents the tensors of the Burn model that `specs` describes as PyTorch has them. The names of
+    /// its tensors begin with `prefix`, such as `model.`, in `inner` and here.
     ///
     /// # Errors
     ///
     /// [`DcpError::InvalidArgument`] if two tensors would have one name.
-    pub fn to_pytorch(inner: S, specs: &BTreeMap<String, ShardSpec>) -> Result<Self> {
+    pub fn to_pytorch(inner: S, specs: &BTreeMap<String, ShardSpec>, prefix: &str) -> Result<Self> {
         let forms = pytorch_layout(specs).into_iter();
         let renamed = forms.map(|(burn, torch)| (burn, (torch.name, torch.is_transposed)));
-        Self::new(inner, renamed.collect())
+        Self::new(inner, renamed.collect(), prefix)
     }
 
-    /// `renamed` has, for names of `inner`, the name here and whether rows and columns are exchanged.
-    fn new(inner: S, renamed: BTreeMap<String, (String, bool)>) -> Result<Self> {
+    /// `renamed` has, for names of `inner` behind the prefix, the name here and whether rows and columns are exchanged.
+    fn new(inner: S, renamed: BTreeMap<String, (String, bool)>, prefix: &str) -> Result<Self> {
         let (mut tensors, mut origins) = (BTreeMap::new(), BTreeMap::new());
         for (name, info) in inner.tensors() {
-            let (new, is_matrix) = renamed.get(name).cloned().unwrap_or((name.clone(), false));
+            let known = name.strip_prefix(prefix).and_then(|name| renamed.get(name));
+            let (new, is_matrix) = match known {
+                Some((new, is_matrix)) => (format!("{prefix}{new}"), *is_matrix),
+                None => (name.clone(), false),
+            };
             let mut info = info.clone();
             // A tensor that is no matrix after all is left for the comparison with the model.
             let is_plain = matches!(info.dtype.size(), 1 | 2 | 4 | 8);
