@@ -6,6 +6,7 @@ mod checkpoint;
 mod codec;
 mod dtype;
 mod error;
+mod hf;
 mod load;
 mod manager;
 mod manifest;
@@ -26,6 +27,10 @@ mod tiling;
 pub use checkpoint::{Checkpoint, load_dense_model_from, load_model_from};
 pub use dtype::{dtype_name, dtype_of};
 pub use error::{DcpError, Result};
+pub use hf::{
+    ExportOptions, HfCheckpoint, LayoutSource, PyTorchTensor, TensorLayout, export_safetensors,
+    pytorch_layout,
+};
 pub use load::LoadOptions;
 pub use manager::{Better, Manager, ManagerConfig, Resume, prune};
 pub use manifest::{
