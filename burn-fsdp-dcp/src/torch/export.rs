@@ -389,3 +389,60 @@ fn sync_dir(_: &Path) -> io::Result<()> {
 fn io_error(op: &str, path: &Path, error: io::Error) -> DcpError {
     DcpError::io(op, path.display(), error)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn names_of_models_and_optimizers_become_nested() {
+        assert_eq!(path("model.a.weight"), ["model", "a.weight"]);
+        let state = ["optim", "state", "a.weight", "exp_avg"];
+        assert_eq!(path("optim.state.a.weight.exp_avg"), state);
+        for name in [
+            "",
+            "a.weight",
+            "model",
+            "model.",
+            "optim.state.x",
+            "models.x",
+        ] {
+            assert_eq!(path(name), [name]);
+        }
+    }
+
+    #[test]
+    fn a_row_beyond_the_limit_is_cut() {
+        let sizes: Vec<_> = pieces(&[2, 5], 4, 8).map(|piece| piece.sizes).collect();
+        let row = [vec![1, 2], vec![1, 2], vec![1, 1]];
+        assert_eq!(sizes, [row.clone(), row].concat());
+    }
+
+    #[test]
+    fn a_tensor_without_elements_has_no_pieces() {
+        assert_eq!(pieces(&[3, 0], 4, 8).count(), 0);
+        assert_eq!(pieces(&[u64::MAX, u64::MAX, 0], 4, 8).count(), 0);
+        assert_eq!(pieces(&[], 4, 8).count(), 1);
+    }
+
+    proptest! {
+        #[test]
+        fn pieces_follow_each_other_through_the_tensor(
+            shape in prop::collection::vec(0u64..7, 0..4),
+            width in 1u64..9,
+            limit in 8u64..200,
+        ) {
+            let whole = Region::whole(&shape);
+            let mut next = 0;
+            for piece in pieces(&shape, width, limit) {
+                prop_assert!(piece.volume().unwrap() * width <= limit);
+                let runs: Vec<_> = whole.runs(&piece).collect();
+                prop_assert_eq!(runs.len(), 1);
+                prop_assert_eq!(runs[0].from, next);
+                next += runs[0].len;
+            }
+            prop_assert_eq!(next, whole.volume().unwrap());
+        }
+    }
+}

@@ -271,3 +271,198 @@ fn check_disjoint(chunks: &mut [(Region, Place)]) -> Result<()> {
     }
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::pickle_writer::PickleWriter;
+    use super::*;
+
+    type Sizes<'a> = &'a [(&'a [u64], &'a [u64])];
+
+    /// The metadata of tensors of one shape and of these chunks, each of which is in a file.
+    fn metadata(names: &[&str], shape: &[u64], chunks: Sizes<'_>) -> Vec<u8> {
+        let mut pickle = PickleWriter::new();
+        pickle.object(METADATA_MODULE, "Metadata", |p| {
+            p.dict(|p| {
+                p.str("state_dict_metadata");
+                p.dict(|p| names.iter().for_each(|name| tensor(p, name, shape, chunks)));
+                p.str("storage_data");
+                p.dict(|p| {
+                    for name in names {
+                        let parts = chunks.iter().filter(|(_, sizes)| !sizes.contains(&0));
+                        parts.for_each(|(offsets, _)| place(p, name, offsets));
+                    }
+                });
+            });
+        });
+        pickle.finish()
+    }
+
+    fn tensor(p: &mut PickleWriter, name: &str, shape: &[u64], chunks: Sizes<'_>) {
+        p.str(name);
+        p.object(METADATA_MODULE, "TensorStorageMetadata", |p| {
+            p.dict(|p| {
+                p.str("properties");
+                p.object(METADATA_MODULE, "TensorProperties", |p| {
+                    p.tuple(|p| p.global("torch", "float32"));
+                });
+                p.str("size");
+                p.ints(shape);
+                p.str("chunks");
+                p.list(|p| {
+                    for (offsets, sizes) in chunks {
+                        p.object(METADATA_MODULE, "ChunkStorageMetadata", |p| {
+                            p.dict(|p| {
+                                p.str("offsets");
+                                p.ints(offsets);
+                                p.str("sizes");
+                                p.ints(sizes);
+                            });
+                        });
+                    }
+                });
+            });
+        });
+    }
+
+    fn place(p: &mut PickleWriter, name: &str, offsets: &[u64]) {
+        p.object(METADATA_MODULE, "MetadataIndex", |p| {
+            p.dict(|p| {
+                p.str("fqn");
+                p.str(name);
+                p.str("offset");
+                p.ints(offsets);
+            });
+        });
+        p.object(STORAGE_MODULE, "_StorageInfo", |p| {
+            p.dict(|p| {
+                p.str("relative_path");
+                p.str("file");
+                p.str("offset");
+                p.int(0);
+                p.str("length");
+                p.int(10);
+            });
+        });
+    }
+
+    fn error_of(shape: &[u64], chunks: Sizes<'_>) -> String {
+        Metadata::parse(&metadata(&["w"], shape, chunks)).unwrap_err()
+    }
+
+    #[test]
+    fn chunks_without_elements_are_skipped() {
+        let chunks: Sizes<'_> = &[(&[0], &[2]), (&[2], &[0]), (&[2], &[0])];
+        let metadata = Metadata::parse(&metadata(&["w"], &[2], chunks)).unwrap();
+        assert_eq!(metadata.tensors["w"].chunks.len(), 1);
+    }
+
+    #[test]
+    fn a_grid_of_chunks_is_read() {
+        let bytes = metadata(
+            &["w"],
+            &[2, 4],
+            &[
+                (&[0, 2], &[1, 2]),
+                (&[1, 0], &[1, 2]),
+                (&[0, 0], &[1, 2]),
+                (&[1, 2], &[1, 2]),
+            ],
+        );
+        let metadata = Metadata::parse(&bytes).unwrap();
+        assert_eq!(metadata.tensors["w"].chunks.len(), 4);
+    }
+
+    #[test]
+    fn chunks_that_overlap_are_refused() {
+        let error = error_of(&[2, 4], &[(&[0, 0], &[1, 3]), (&[0, 2], &[2, 2])]);
+        assert!(error.contains("\"w\""), "{error}");
+        assert!(
+            error.contains("[0, 0] and [0, 2] have elements in common"),
+            "{error}"
+        );
+        let error = error_of(&[], &[(&[], &[]), (&[], &[])]);
+        assert!(error.contains("two places"), "{error}");
+    }
+
+    #[test]
+    fn chunks_beyond_their_tensor_are_refused() {
+        for chunk in [
+            (&[1][..], &[2][..]),
+            (&[0], &[3]),
+            (&[u64::MAX], &[2]),
+            (&[0, 0], &[1, 1]),
+        ] {
+            let error = error_of(&[2], &[chunk]);
+            assert!(error.contains("does not lie in its shape"), "{error}");
+        }
+    }
+
+    #[test]
+    fn shapes_beyond_64_bits_are_refused() {
+        let error = error_of(&[u64::MAX, 2], &[]);
+        assert!(error.contains("too large"), "{error}");
+        let error = error_of(&[1; 65], &[]);
+        assert!(error.contains("no shape"), "{error}");
+    }
+
+    #[test]
+    fn a_tensor_listed_twice_is_refused() {
+        let mut bytes = metadata(&["v", "w"], &[2], &[(&[0], &[2])]);
+        let at = bytes.iter().position(|b| *b == b'v').unwrap();
+        bytes[at] = b'w';
+        let error = Metadata::parse(&bytes).unwrap_err();
+        assert!(error.contains("\"w\" is listed twice"), "{error}");
+    }
+
+    #[test]
+    fn a_chunk_without_a_place_is_refused() {
+        let mut bytes = metadata(&["w"], &[2], &[(&[0], &[2])]);
+        let at = bytes.iter().rposition(|b| *b == b'w').unwrap();
+        bytes[at] = b'v';
+        let error = Metadata::parse(&bytes).unwrap_err();
+        assert!(
+            error.contains("tensor \"w\": the chunk at [0] is in no file"),
+            "{error}"
+        );
+    }
+
+    #[test]
+    fn a_type_that_burn_lacks_is_named() {
+        let bytes = metadata(&["w"], &[2], &[(&[0], &[2])]);
+        let position = bytes.windows(7).position(|w| w == b"float32").unwrap();
+        let bytes = [&bytes[..position], b"float8_e5m2", &bytes[position + 7..]].concat();
+        let error = Metadata::parse(&bytes).unwrap_err();
+        assert!(
+            error.contains("\"w\": its type torch.float8_e5m2"),
+            "{error}"
+        );
+    }
+
+    #[test]
+    fn chunks_that_are_shared_too_often_are_refused() {
+        // One list of 200 empty chunks, and 2000 tensors that refer to it.
+        let mut pickle = PickleWriter::new();
+        pickle.object(METADATA_MODULE, "Metadata", |p| {
+            p.dict(|p| {
+                p.str("state_dict_metadata");
+                p.dict(|p| {
+                    let chunks = [(&[0u64][..], &[0u64][..]); 200];
+                    tensor(p, "a", &[0], &chunks);
+                    p.put(0);
+                    for n in 0..2000 {
+                        p.str(&n.to_string());
+                        p.get(0);
+                    }
+                });
+                p.str("storage_data");
+                p.dict(|_| {});
+            });
+        });
+        let error = Metadata::parse(&pickle.finish()).unwrap_err();
+        assert!(
+            error.contains("more chunks than are written down"),
+            "{error}"
+        );
+    }
+}

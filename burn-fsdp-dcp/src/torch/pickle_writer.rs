@@ -92,6 +92,18 @@ impl PickleWriter {
         self.bytes.push(op::BUILD);
     }
 
+    /// Notes the last value.
+    #[cfg(test)]
+    pub(super) fn put(&mut self, note: u8) {
+        self.bytes.extend([op::BINPUT, note]);
+    }
+
+    /// A value that was noted, once more.
+    #[cfg(test)]
+    pub(super) fn get(&mut self, note: u8) {
+        self.bytes.extend([op::BINGET, note]);
+    }
+
     pub(super) fn finish(mut self) -> Vec<u8> {
         self.bytes.push(op::STOP);
         self.bytes

@@ -64,3 +64,48 @@ fn convert(node: Node<'_>, depth: usize, room: &mut usize) -> Result<TorchValue,
         }
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn value_of(bytes: &[u8]) -> TorchValue {
+        let pickle = Pickle::parse(bytes, &[]).unwrap();
+        TorchValue::from_pickle(&pickle, bytes.len())
+    }
+
+    fn reason_of(bytes: &[u8]) -> String {
+        match value_of(bytes) {
+            TorchValue::Unsupported(reason) => reason,
+            value => panic!("{value:?}"),
+        }
+    }
+
+    #[test]
+    fn what_nests_too_deep_is_not_read() {
+        let mut bytes = b"\x80\x02)".to_vec();
+        bytes.extend(std::iter::repeat_n(0x85, 1_000_000));
+        bytes.push(b'.');
+        assert!(reason_of(&bytes).contains("nested deeper"));
+        assert!(reason_of(b"\x80\x02]q\0h\0a.").contains("nested deeper"));
+    }
+
+    #[test]
+    fn what_shares_too_much_is_not_read() {
+        let mut bytes = b"\x80\x04)\x94".to_vec();
+        for n in 0..30 {
+            bytes.extend([b'h', n, b'h', n, 0x86, 0x94]);
+        }
+        // All but the last pair are left on the stack, so they are put into one tuple.
+        bytes.insert(2, b'(');
+        bytes.extend(b"t.");
+        assert!(reason_of(&bytes).contains("larger than what it was read from"));
+    }
+
+    #[test]
+    fn what_is_shared_a_little_is_read() {
+        let text = TorchValue::Str("a".to_string());
+        let pair = TorchValue::Tuple(vec![text.clone(), text]);
+        assert_eq!(value_of(b"\x80\x04\x8c\x01a\x94h\0\x86."), pair);
+    }
+}

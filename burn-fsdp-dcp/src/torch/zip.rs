@@ -486,3 +486,105 @@ impl Fields {
         self.0.extend(values.iter().flat_map(|n| n.to_le_bytes()));
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    impl ReadAt for Vec<u8> {
+        fn read_at(&self, buf: &mut [u8], offset: u64) -> io::Result<()> {
+            let source = self.get(offset as usize..offset as usize + buf.len());
+            buf.copy_from_slice(source.ok_or(io::ErrorKind::UnexpectedEof)?);
+            Ok(())
+        }
+    }
+
+    /// An archive with `before` bytes in front of it.
+    fn archive(before: usize, wide_from: u64, data: &[u8]) -> Vec<u8> {
+        let mut file = vec![7; before];
+        let mut writer = ArchiveWriter::with_wide_from(&mut file, wide_from);
+        writer.entry("archive/data.pkl", b"pickle").unwrap();
+        writer.begin("archive/data/0", data.len() as u64).unwrap();
+        data.chunks(1000)
+            .for_each(|piece| writer.write(piece).unwrap());
+        writer.end().unwrap();
+        let len = writer.finish().unwrap();
+        assert_eq!(len as usize, file.len() - before);
+        file
+    }
+
+    fn read(file: &Vec<u8>, before: u64, name: &str) -> Result<Vec<u8>> {
+        let archive = Archive::open(file, before..file.len() as u64)?;
+        match archive.find(name)? {
+            Some(entry) => Ok(archive.read(entry)?.into_owned()),
+            None => bad("not found"),
+        }
+    }
+
+    #[test]
+    fn entries_are_read_from_an_archive_anywhere_in_a_file() {
+        for len in [0, 1, 100, 10_000] {
+            let data: Vec<u8> = (0..len).map(|i| (i % 251) as u8).collect();
+            for before in [0, 13] {
+                let file = archive(before, ELSEWHERE.into(), &data);
+                assert_eq!(read(&file, before as u64, "data/0").unwrap(), data);
+                assert_eq!(read(&file, before as u64, "data.pkl").unwrap(), b"pickle");
+                read(&file, before as u64, "data/1").unwrap_err();
+            }
+        }
+    }
+
+    #[test]
+    fn data_begins_at_a_multiple_of_64_of_its_archive() {
+        let file = archive(5, ELSEWHERE.into(), &[1; 3000]);
+        let archive = Archive::open(&file, 5..file.len() as u64).unwrap();
+        let entry = archive.find("data/0").unwrap().unwrap();
+        assert_eq!((entry.start % 64, entry.len), (0, 3000));
+        assert_eq!(file[5 + entry.start as usize], 1);
+    }
+
+    #[test]
+    fn sizes_and_places_in_64_bits_are_read() {
+        for wide_from in [0, 100, 1000] {
+            let file = archive(3, wide_from, &[5; 5000]);
+            assert_eq!(read(&file, 3, "data/0").unwrap(), [5; 5000]);
+            assert_eq!(read(&file, 3, "data.pkl").unwrap(), b"pickle");
+        }
+    }
+
+    #[test]
+    fn an_archive_cut_at_either_end_is_refused() {
+        let file = archive(0, 100, &[5; 200]);
+        for len in 0..file.len() {
+            assert!(Archive::open(&file[..len].to_vec(), 0..len as u64).is_err());
+        }
+        for from in 1..file.len() {
+            assert!(read(&file, from as u64, "data/0").is_err());
+        }
+    }
+
+    #[test]
+    fn a_changed_byte_gives_no_other_data() {
+        let mut file = archive(0, 100, &[5; 200]);
+        for at in 0..file.len() {
+            for mask in 1..=255 {
+                file[at] ^= mask;
+                if let Ok(data) = read(&file, 0, "data/0") {
+                    // The place of the checksum itself, when it says that there is none.
+                    assert_eq!(data, [5; 200], "byte {at}");
+                }
+                file[at] ^= mask;
+            }
+        }
+    }
+
+    #[test]
+    fn a_compressed_entry_is_refused() {
+        let file = archive(0, ELSEWHERE.into(), b"");
+        let at = file.windows(4).position(|w| w == CENTRAL_HEADER).unwrap();
+        let mut compressed = file.clone();
+        compressed[at + 10] = 8;
+        let error = read(&compressed, 0, "data/0").unwrap_err();
+        assert!(error.to_string().contains("compressed"), "{error}");
+    }
+}
