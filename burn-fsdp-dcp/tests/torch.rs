@@ -455,6 +455,32 @@ fn a_later_version_of_the_format_is_refused() {
     assert!(error.to_string().contains("version 2.0.0"), "{error}");
 }
 
+#[test]
+fn what_no_chunk_covers_is_an_error_and_the_rest_is_read() {
+    let victim = Victim::new();
+    let error = victim.with_replaced(
+        b"sizectorch\nSize\n((J\x03\0\0\0",
+        b"sizectorch\nSize\n((J\x04\0\0\0",
+    );
+    assert!(error.to_string().contains("do not cover"), "{error}");
+    let checkpoint = TorchCheckpoint::open(victim.dir.path()).unwrap();
+    let rows = checkpoint.read("model.w", &Region::whole(&[3, 4])).unwrap();
+    assert_eq!(rows, victim.memory.bytes["model.w"]);
+}
+
+#[test]
+fn tensors_that_share_their_bytes_are_refused() {
+    let victim = Victim::new();
+    let bytes = &victim.metadata;
+    let key = b"\x06\0\0\0offsetJ";
+    let starts = bytes.windows(key.len());
+    let at = { starts }.rposition(|window| window == key).unwrap() + key.len();
+    let start = bytes[at..at + 4].to_vec();
+    assert_ne!(start, [0; 4]);
+    let error = victim.with_replaced(&[&b"offsetJ"[..], &start].concat(), b"offsetJ\x01\0\0\0");
+    assert!(error.to_string().contains("bytes in common"), "{error}");
+}
+
 /// A region of a tensor.
 fn region_of(shape: &[u64]) -> impl Strategy<Value = Region> + use<> {
     let dims = shape.iter().map(|n| {

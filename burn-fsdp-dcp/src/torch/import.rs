@@ -295,25 +295,30 @@ fn copy_chunk(
         .map(|due| (due, Hasher::new()));
     let mut scratch = Vec::new();
     let runs = chunk.region.runs(region).map(|run| in_bytes(run, width));
-    for_groups(runs, |group| {
-        let at = group[0].from;
-        let read = if let [run] = group {
-            let target = &mut out[range(run.to, run.len)];
-            file.read_at(target, layout.data.start + at)?;
-            &*target
-        } else {
-            let last = group[group.len() - 1];
-            scratch.resize((last.from + last.len - at) as usize, 0);
-            file.read_at(&mut scratch, layout.data.start + at)?;
-            for run in group {
-                let source = &scratch[range(run.from - at, run.len)];
-                out[range(run.to, run.len)].copy_from_slice(source);
-            }
-            &scratch
-        };
-        // The runs of a whole chunk are all its bytes in their order.
+    // The runs of a whole chunk are all its bytes in their order.
+    let mut hash = |read: &[u8]| {
         if let Some((_, crc)) = &mut crc {
             crc.update(read);
+        }
+    };
+    for_groups(runs, |group| {
+        let at = group[0].from;
+        if let [run] = group {
+            let mut at = layout.data.start + at;
+            for piece in out[range(run.to, run.len)].chunks_mut(PIECE as usize) {
+                file.read_at(piece, at)?;
+                at += piece.len() as u64;
+                hash(piece);
+            }
+            return Ok(());
+        }
+        let last = group[group.len() - 1];
+        scratch.resize((last.from + last.len - at) as usize, 0);
+        file.read_at(&mut scratch, layout.data.start + at)?;
+        hash(&scratch);
+        for run in group {
+            let source = &scratch[range(run.from - at, run.len)];
+            out[range(run.to, run.len)].copy_from_slice(source);
         }
         Ok(())
     })?;
