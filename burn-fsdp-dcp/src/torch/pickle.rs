@@ -31,12 +31,15 @@ pub(super) type Result<T> = std::result::Result<T, PickleError>;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Id(pub(super) u32);
 
-/// One value; those it holds are given by their numbers.
+/// One value; those it holds are given by their numbers. There are millions in the metadata of a large
+/// checkpoint, so it is kept small.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum Value<'a> {
     None,
     Bool(bool),
-    Int(i128),
+    Int(i64),
+    /// An integer that needs more than 64 bits.
+    Long(Box<i128>),
     Float(f64),
     Str(&'a str),
     Bytes(&'a [u8]),
@@ -44,7 +47,7 @@ pub(super) enum Value<'a> {
     List(Vec<Id>),
     Dict(Vec<(Id, Id)>),
     /// A class, function or constant: module and name.
-    Global(&'a str, &'a str),
+    Global(Box<(&'a str, &'a str)>),
     /// What calling a class or function with these arguments would give, then told its state.
     Object {
         class: Id,
@@ -124,6 +127,7 @@ impl<'p> Node<'p> {
     pub(super) fn u64(self) -> Option<u64> {
         match self.value() {
             Value::Int(n) => u64::try_from(*n).ok(),
+            Value::Long(n) => u64::try_from(**n).ok(),
             _ => None,
         }
     }
@@ -155,7 +159,7 @@ impl<'p> Node<'p> {
     /// Module and name of a class, function or constant.
     pub(super) fn global(self) -> Option<(&'p str, &'p str)> {
         match self.value() {
-            Value::Global(module, name) => Some((module, name)),
+            Value::Global(name) => Some(**name),
             _ => None,
         }
     }
@@ -272,15 +276,20 @@ mod tests {
         let int = |bytes: &[u8]| {
             let pickle = [b"\x80\x04\x8a", bytes, b"."].concat();
             let pickle = Pickle::parse(&pickle, NAMES).unwrap();
-            let Value::Int(n) = *pickle.root().value() else {
-                panic!();
-            };
-            n
+            match pickle.root().value() {
+                Value::Int(n) => i128::from(*n),
+                Value::Long(n) => **n,
+                value => panic!("{value:?}"),
+            }
         };
         assert_eq!(int(b"\x00"), 0);
         assert_eq!(int(b"\x01\xff"), -1);
         assert_eq!(int(b"\x02\xff\x00"), 255);
         assert_eq!(int(b"\x05\x00\x00\x00\x80\xff"), -(1 << 31));
+        assert_eq!(
+            int(b"\x09\xff\xff\xff\xff\xff\xff\xff\xff\x00"),
+            u64::MAX.into()
+        );
         assert!(error_of(b"\x80\x04\x8a\x11aaaaaaaaaaaaaaaaa.").contains("128 bits"));
     }
 
@@ -295,6 +304,11 @@ mod tests {
         assert_eq!(error, expected);
         let stacked = b"\x80\x04\x8c\x08builtins\x94\x8c\x04eval\x94\x93.";
         assert!(error_of(stacked).contains("byte 20 of the pickle refers to builtins.eval"));
+    }
+
+    #[test]
+    fn a_value_is_small() {
+        assert!(size_of::<Value<'_>>() <= 32);
     }
 
     #[test]

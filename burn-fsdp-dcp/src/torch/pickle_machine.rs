@@ -129,7 +129,8 @@ impl<'a, 'w> Machine<'a, 'w> {
             }
             op::LONG1 => {
                 let n = self.long()?;
-                self.push(Value::Int(n));
+                let short = i64::try_from(n).map(Value::Int);
+                self.push(short.unwrap_or_else(|_| Value::Long(Box::new(n))));
             }
             op::BINFLOAT => {
                 let x = f64::from_be_bytes(self.number()?);
@@ -246,7 +247,7 @@ impl<'a, 'w> Machine<'a, 'w> {
                 name: excerpt(name),
             });
         }
-        self.push(Value::Global(module, name));
+        self.push(Value::Global(Box::new((module, name))));
         Ok(())
     }
 
