@@ -403,14 +403,18 @@ impl Checkpoint {
                 end = end.max(self.block_end(chunk, (next.from + next.len) * size));
                 together.push(next);
             }
+            if let [run] = together[..]
+                && (start, end) == (run.from * size, (run.from + run.len) * size)
+            {
+                // Whole blocks, where they belong.
+                let to = (run.to * size) as usize;
+                let out = &mut out[to..to + (end - start) as usize];
+                self.read_blocks(&chunk.extent, name, &chunk.region.offsets, start, out)?;
+                continue;
+            }
             let mut bytes = vec![0; (end - start) as usize];
-            self.read_blocks(
-                &chunk.extent,
-                name,
-                &chunk.region.offsets,
-                start,
-                &mut bytes,
-            )?;
+            let offsets = &chunk.region.offsets;
+            self.read_blocks(&chunk.extent, name, offsets, start, &mut bytes)?;
             for run in together {
                 let from = (run.from * size - start) as usize;
                 let (to, len) = ((run.to * size) as usize, (run.len * size) as usize);

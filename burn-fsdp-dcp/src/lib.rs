@@ -7,6 +7,7 @@ mod codec;
 mod dtype;
 mod error;
 mod hf;
+mod host;
 mod load;
 mod manager;
 mod manifest;

@@ -12,6 +12,7 @@ use burn_fsdp::ShardSpec;
 use burn_pack::{Reader, Scalar, Tensor, Writer};
 use serde::{Deserialize, Serialize};
 
+use crate::host;
 use crate::load::{Matching, region_of};
 use crate::region::Region;
 use crate::report::LoadReport;
@@ -67,7 +68,7 @@ fn broken(detail: impl ToString) -> DcpError {
 /// Adds an optimizer's state to a snapshot.
 pub(crate) fn add(
     snapshot: &mut Snapshot,
-    optim: &ModuleOptimizer,
+    record: OptimizerRecord,
     mut specs: BTreeMap<String, ShardSpec>,
     shard_copies: Copies,
 ) -> Result<()> {
@@ -81,7 +82,7 @@ pub(crate) fn add(
             ))
         })
     };
-    let record = optim.to_record().into_bytes().map_err(broken)?;
+    let record = record.into_bytes().map_err(broken)?;
     let reader = Reader::from_bytes(record).map_err(broken)?;
 
     let mut scalars = Scalars::new();
@@ -99,7 +100,9 @@ pub(crate) fn add(
         let data = TensorData::from_bytes(bytes, shape.clone(), dtype);
         let piece = if shape.to_vec() == spec.stored_shape() {
             let owned = spec.clone();
-            Piece::new(spec, dtype, shard_copies, move || owned.to_local(data))
+            Piece::new(spec, dtype, shard_copies, true, move || {
+                host::owned(owned.to_local(data))
+            })
         } else {
             // Not of the parameter's shape, so not split with it.
             let shape: Vec<u64> = shape.iter().map(|n| *n as u64).collect();
@@ -108,7 +111,8 @@ pub(crate) fn add(
                 region: Region::whole(&shape),
                 shape,
                 copies: Copies::Everywhere,
-                data: Box::new(|| data),
+                data: Box::new(|| host::owned(data)),
+                is_on_host: true,
             }
         };
         snapshot.pieces.insert(name, piece);

@@ -256,7 +256,8 @@ impl Job {
 
     /// Writes this rank's shard files, from a snapshot of what has been assigned to it; leaves nothing
     /// behind if it can't.
-    pub(crate) fn write(&self, snapshot: Snapshot) -> Result<Part> {
+    pub(crate) fn write(&self, mut snapshot: Snapshot) -> Result<Part> {
+        snapshot.take_optimizer_apart(self.rank, self.world_size)?;
         let mut part = Part {
             step: self.step,
             metrics: snapshot.metrics,
@@ -284,7 +285,7 @@ impl Job {
                 dtype,
                 shape: piece.region.sizes,
                 len: elements * piece.dtype.size() as u64,
-                bytes: Box::new(move || (piece.data)().into_parts().0),
+                bytes: piece.data,
             });
         }
         for (name, state) in snapshot.states {
@@ -295,7 +296,7 @@ impl Job {
                 dtype: "U8",
                 shape: vec![len],
                 len,
-                bytes: Box::new(move || shard_file::Bytes::from_bytes_vec(state.bytes)),
+                bytes: Box::new(move || Box::new(state.bytes)),
             });
         }
         let extents = self.write_files(entries, &mut part.files)?;

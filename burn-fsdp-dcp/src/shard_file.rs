@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
+use crate::host::HostBytes;
 use crate::manifest::{BLOCK, CheckpointId, Extent, FileEntry};
 use crate::storage::{Location, ReadFile};
 use crate::{DcpError, Result};
@@ -23,10 +24,8 @@ pub(crate) struct Entry<'a> {
     pub(crate) shape: Vec<u64>,
     pub(crate) len: u64,
     /// Draws the bytes, once, when it is their turn.
-    pub(crate) bytes: Box<dyn FnOnce() -> Bytes + Send + 'a>,
+    pub(crate) bytes: Box<dyn FnOnce() -> HostBytes + Send + 'a>,
 }
-
-pub(crate) type Bytes = burn::tensor::Bytes;
 
 #[derive(Serialize)]
 struct Header<'a> {
@@ -66,6 +65,7 @@ pub(crate) fn write(
     let mut extents = Vec::with_capacity(entries.len());
     for entry in entries {
         let bytes = (entry.bytes)();
+        let bytes = (*bytes).as_ref();
         assert_eq!(bytes.len() as u64, entry.len, "bytes of {}", entry.name);
         let mut checksums = Vec::with_capacity(bytes.len().div_ceil(BLOCK as usize));
         // A few blocks at a time, so that they are still in the cache when they are written.

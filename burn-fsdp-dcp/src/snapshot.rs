@@ -4,11 +4,14 @@ use std::collections::BTreeMap;
 
 use burn::lr_scheduler::module_lr_scheduler::ModuleLrScheduler;
 use burn::module::{Module, ModuleVisitor, Param};
-use burn::optim::ModuleOptimizer;
+use burn::optim::{ModuleOptimizer, OptimizerRecord};
 use burn::tensor::{Bool, DType, Int, Tensor, TensorData};
 use burn_fsdp::{FsdpModule, Placement, ShardSpec, dense_specs};
+use regex::Regex;
 use serde::Serialize;
 
+use crate::host::{self, HostBytes};
+use crate::load::region_of;
 use crate::region::Region;
 use crate::stateful::Stateful;
 use crate::{Result, codec, optimizer};
@@ -29,6 +32,8 @@ pub struct Snapshot {
     pub(crate) metrics: BTreeMap<String, f64>,
     pub(crate) pieces: BTreeMap<String, Piece>,
     pub(crate) states: BTreeMap<String, State>,
+    optimizer: Option<OptimizerState>,
+    excluded: Vec<Regex>,
 }
 
 /// One rank's part of a tensor.
@@ -38,8 +43,10 @@ pub(crate) struct Piece {
     pub(crate) shape: Vec<u64>,
     pub(crate) region: Region,
     pub(crate) copies: Copies,
-    /// Brings the part; on the host once it is staged.
-    pub(crate) data: Box<dyn FnOnce() -> TensorData + Send>,
+    /// Brings the part to the host.
+    pub(crate) data: Box<dyn FnOnce() -> HostBytes + Send>,
+    /// Whether it is there already.
+    pub(crate) is_on_host: bool,
 }
 
 impl std::fmt::Debug for Piece {
@@ -78,6 +85,8 @@ impl Snapshot {
             metrics: BTreeMap::new(),
             pieces: BTreeMap::new(),
             states: BTreeMap::new(),
+            optimizer: None,
+            excluded: Vec::new(),
         }
     }
 
@@ -116,38 +125,29 @@ impl Snapshot {
     }
 
     /// Adds an optimizer's state for a sharded model: tensors as `optimizer.`, the parameter's path
-    /// and the name that the optimizer gives them, sharded as the parameter is, and scalars. One copy
-    /// of the state is made, as Burn hands it out.
-    ///
-    /// # Errors
-    ///
-    /// If the optimizer's record can't be read.
-    pub fn optimizer<M: Module>(
-        mut self,
-        optim: &ModuleOptimizer,
-        model: &FsdpModule<M>,
-    ) -> Result<Self> {
+    /// and the name that the optimizer gives them, sharded as the parameter is, and scalars. A copy of
+    /// the state is made, as Burn hands it out.
+    pub fn optimizer<M: Module>(mut self, optim: &ModuleOptimizer, model: &FsdpModule<M>) -> Self {
         let mesh = model.mesh();
-        let shard_copies = Copies::Replicas {
-            index: mesh.replicate_rank(),
-            count: mesh.replicate_size(),
-        };
-        optimizer::add(&mut self, optim, model.shard_specs(), shard_copies)?;
-        Ok(self)
+        self.optimizer = Some(OptimizerState {
+            record: optim.to_record(),
+            specs: model.shard_specs(),
+            shard_copies: Copies::Replicas {
+                index: mesh.replicate_rank(),
+                count: mesh.replicate_size(),
+            },
+        });
+        self
     }
 
     /// Adds an optimizer's state for a model that is not sharded, and equal on all ranks.
-    ///
-    /// # Errors
-    ///
-    /// If the optimizer's record can't be read.
-    pub fn dense_optimizer<M: Module>(
-        mut self,
-        optim: &ModuleOptimizer,
-        model: &M,
-    ) -> Result<Self> {
-        optimizer::add(&mut self, optim, dense_specs(model), Copies::Everywhere)?;
-        Ok(self)
+    pub fn dense_optimizer<M: Module>(mut self, optim: &ModuleOptimizer, model: &M) -> Self {
+        self.optimizer = Some(OptimizerState {
+            record: optim.to_record(),
+            specs: dense_specs(model),
+            shard_copies: Copies::Everywhere,
+        });
+        self
     }
 
     /// Adds a learning rate scheduler, which is equal on all ranks.
@@ -197,9 +197,7 @@ impl Snapshot {
     ///
     /// [`DcpError::InvalidArgument`](crate::DcpError::InvalidArgument) if it is no regular expression.
     pub fn without(mut self, pattern: &str) -> Result<Self> {
-        let pattern = crate::load::parse(pattern)?;
-        self.pieces.retain(|name, _| !pattern.is_match(name));
-        self.states.retain(|name, _| !pattern.is_match(name));
+        self.excluded.push(crate::load::parse(pattern)?);
         Ok(self)
     }
 
@@ -220,6 +218,9 @@ impl Snapshot {
     /// Ranks decide alike without a word, because they hold the same names and shapes. Where they
     /// don't, chunks fail to tile their tensors, and the save is refused.
     pub(crate) fn assign(&mut self, rank: usize, world_size: usize) {
+        let excluded = |name: &String| self.excluded.iter().any(|pattern| pattern.is_match(name));
+        self.pieces.retain(|name, _| !excluded(name));
+        self.states.retain(|name, _| !excluded(name));
         let mut load = vec![0u64; world_size];
         let mut everywhere: Vec<(&String, u64)> = self
             .pieces
@@ -252,19 +253,51 @@ impl Snapshot {
         self.states.retain(|_, state| state.is_of_rank || rank == 0);
     }
 
-    /// Reads all that this rank writes to the host, so that nothing refers to the device or to the
-    /// model any more.
+    /// Reads all that this rank writes to the host, so that nothing refers to a device any more.
     pub(crate) fn stage(&mut self) {
-        for piece in self
-            .pieces
-            .values_mut()
-            .filter(|piece| !piece.region.is_empty())
-        {
+        let wanted = |piece: &&mut Piece| !piece.is_on_host && !piece.region.is_empty();
+        for piece in self.pieces.values_mut().filter(wanted) {
             let draw =
                 std::mem::replace(&mut piece.data, Box::new(|| unreachable!("being staged")));
             let data = draw();
             piece.data = Box::new(move || data);
+            piece.is_on_host = true;
         }
+    }
+
+    /// Takes an optimizer's record apart, and leaves this rank what it is to write of it. Apart from
+    /// the rest, as it takes time that a save in the background should not take from training.
+    pub(crate) fn take_optimizer_apart(&mut self, rank: usize, world_size: usize) -> Result<()> {
+        let Some(OptimizerState {
+            record,
+            specs,
+            shard_copies,
+        }) = self.optimizer.take()
+        else {
+            return Ok(());
+        };
+        let mut parts = Self::new(self.step);
+        optimizer::add(&mut parts, record, specs, shard_copies)?;
+        parts.excluded = self.excluded.clone();
+        parts.assign(rank, world_size);
+        self.pieces.append(&mut parts.pieces);
+        self.states.append(&mut parts.states);
+        Ok(())
+    }
+}
+
+/// An optimizer's record, and what it is of.
+struct OptimizerState {
+    record: OptimizerRecord,
+    specs: BTreeMap<String, ShardSpec>,
+    shard_copies: Copies,
+}
+
+impl std::fmt::Debug for OptimizerState {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("OptimizerState")
+            .field("record", &self.record)
+            .finish_non_exhaustive()
     }
 }
 
@@ -285,26 +318,25 @@ impl Piece {
         self.data = Box::new(|| unreachable!("another rank writes this"));
     }
 
+    /// The part of a tensor that `spec` describes, which `data` brings without padding.
     pub(crate) fn new(
         spec: &ShardSpec,
         dtype: DType,
         shard_copies: Copies,
-        data: impl FnOnce() -> TensorData + Send + 'static,
+        is_on_host: bool,
+        data: impl FnOnce() -> HostBytes + Send + 'static,
     ) -> Self {
-        let wide = |shape: &[usize]| shape.iter().map(|n| *n as u64).collect::<Vec<_>>();
         Self {
             dtype,
-            shape: wide(&spec.global_shape),
-            region: Region {
-                offsets: wide(&spec.offsets),
-                sizes: wide(&spec.sizes),
-            },
+            shape: spec.global_shape.iter().map(|n| *n as u64).collect(),
+            region: region_of(spec),
             copies: match spec.placement {
                 _ if spec.is_buffer => Copies::RankZero,
                 Placement::Replicate => Copies::Everywhere,
                 Placement::Shard(_) => shard_copies,
             },
             data: Box::new(data),
+            is_on_host,
         }
     }
 }
@@ -331,14 +363,22 @@ struct AddTensors<'a> {
 }
 
 impl AddTensors<'_> {
-    fn add(&mut self, dtype: DType, read: impl FnOnce() -> TensorData + Send + 'static) {
+    fn add(
+        &mut self,
+        dtype: DType,
+        view: impl FnOnce() -> Option<HostBytes>,
+        read: impl FnOnce() -> TensorData + Send + 'static,
+    ) {
         let path = self.path.join(".");
         let Some(spec) = self.specs.get(&path) else {
             return;
         };
+        let is_padded = spec.sizes != spec.stored_shape();
+        let view = if is_padded { None } else { view() };
         let owned = spec.clone();
-        let data = move || owned.to_local(read());
-        let piece = Piece::new(spec, dtype, self.shard_copies, data);
+        let is_on_host = view.is_some();
+        let data = move || view.unwrap_or_else(|| host::owned(owned.to_local(read())));
+        let piece = Piece::new(spec, dtype, self.shard_copies, is_on_host, data);
         self.snapshot.pieces.insert(format!("{MODEL}{path}"), piece);
     }
 }
@@ -354,16 +394,17 @@ impl ModuleVisitor for AddTensors<'_> {
 
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         let tensor = param.val().without_autodiff();
-        self.add(tensor.dtype(), move || tensor.into_data());
+        let other = tensor.clone();
+        self.add(tensor.dtype(), || host::view(&tensor), || other.into_data());
     }
 
     fn visit_int<const D: usize>(&mut self, param: &Param<Tensor<D, Int>>) {
         let tensor = param.val();
-        self.add(tensor.dtype(), move || tensor.into_data());
+        self.add(tensor.dtype(), || None, || tensor.into_data());
     }
 
     fn visit_bool<const D: usize>(&mut self, param: &Param<Tensor<D, Bool>>) {
         let tensor = param.val();
-        self.add(tensor.dtype(), move || tensor.into_data());
+        self.add(tensor.dtype(), || None, || tensor.into_data());
     }
 }

@@ -160,7 +160,7 @@ impl Trained {
 
     pub(crate) fn snapshot(&self, step: u64) -> Snapshot {
         let snapshot = Snapshot::new(step).model(&self.model);
-        snapshot.optimizer(&self.optim, &self.model).unwrap()
+        snapshot.optimizer(&self.optim, &self.model)
     }
 
     /// All weights, and all of the optimizer's state, whole, on every rank.

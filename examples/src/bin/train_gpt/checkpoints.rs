@@ -85,7 +85,7 @@ impl Checkpoints {
         if let Some(manager) = manager.filter(|m| m.is_due(step as u64) || is_last) {
             let snapshot = Snapshot::new(step as u64)
                 .model(model)
-                .optimizer(optim, model)?;
+                .optimizer(optim, model);
             manager.save(snapshot.state("records", records)?)?;
         }
         Ok(())
