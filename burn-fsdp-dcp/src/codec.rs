@@ -1,21 +1,8 @@
 //! The one place that knows how tables and values become bytes.
 //!
-//! A table (the manifest, and a rank's part of it) is
-//!
-//! | bytes | what |
-//! |---|---|
-//! | 8 | the magic `BFSDPDCP` |
-//! | 4 | the version of the format, little-endian, now 1 |
-//! | 8 | the length of the body, little-endian |
-//! | | the body |
-//! | 4 | the CRC-32 of all bytes before, little-endian |
-//!
-//! The body is the table in the encoding of bincode 2, standard configuration: fields in the order of
-//! their declaration; integers as one byte below 251, else 251, 252, 253 or 254 and 2, 4, 8 or 16
-//! bytes, little-endian; floats as their 8 bytes; strings, lists and maps as their length and their
-//! items, a map's sorted by key; an option as 0, or 1 and the value.
-//!
-//! Values that users save are CBOR (RFC 8949), which describes itself.
+//! The bytes are specified in the crate's documentation. Tables (the manifest, a rank's part of it, and
+//! messages between ranks) are bincode in an envelope with a checksum; values that users save are CBOR,
+//! which describes itself.
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
