@@ -19,7 +19,7 @@ use crate::manifest::{BLOCK, Extent, Manifest};
 use crate::optimizer::{self, SCALARS};
 use crate::region::Region;
 use crate::report::LoadReport;
-use crate::snapshot::{MODEL, SCHEDULER};
+use crate::snapshot::{MODEL, RUNNING, SCHEDULER};
 use crate::source::{TensorInfo, TensorSource};
 use crate::stateful::Stateful;
 use crate::storage::{Location, ReadFile};
@@ -119,7 +119,8 @@ impl Checkpoint {
     // ---- models and optimizers
 
     /// Loads the model that was saved, each rank its shards: at whatever number of ranks, mesh,
-    /// placement and units. All ranks must call this. On an error the model is gone;
+    /// placement and units. Each rank gets its own running statistics back if as many ranks load as have
+    /// saved, else all get rank 0's. All ranks must call this. On an error the model is gone;
     /// [`compare_model`](Self::compare_model) tells beforehand.
     ///
     /// # Errors
@@ -130,7 +131,20 @@ impl Checkpoint {
         model: FsdpModule<M>,
         options: &LoadOptions,
     ) -> Result<(FsdpModule<M>, LoadReport)> {
-        load_model_from(self, MODEL, model, options)
+        let group = model.mesh().group();
+        let own = agree(group, self.running_of(group))?;
+        load_sharded(self, MODEL, model, options, own)
+    }
+
+    /// A rank's own running statistics by the names of their tensors, if as many ranks saved as load.
+    fn running_of(&self, group: &ProcessGroup) -> Result<BTreeMap<String, Vec<u8>>> {
+        let same_size = self.manifest.world_size == group.world_size() as u64;
+        if !same_size || !self.manifest.states.contains_key(RUNNING) {
+            return Ok(BTreeMap::new());
+        }
+        let own: Option<BTreeMap<String, Vec<u8>>> = self.rank_state(RUNNING, group.rank())?;
+        let named = |(path, bytes)| (format!("{MODEL}{path}"), bytes);
+        Ok(own.into_iter().flatten().map(named).collect())
     }
 
     /// Loads the model that was saved into one that is not sharded. Does not communicate.
@@ -479,14 +493,26 @@ pub fn load_model_from<M: Module>(
     model: FsdpModule<M>,
     options: &LoadOptions,
 ) -> Result<(FsdpModule<M>, LoadReport)> {
+    load_sharded(source, prefix, model, options, BTreeMap::new())
+}
+
+fn load_sharded<M: Module>(
+    source: &dyn TensorSource,
+    prefix: &str,
+    model: FsdpModule<M>,
+    options: &LoadOptions,
+    own: BTreeMap<String, Vec<u8>>,
+) -> Result<(FsdpModule<M>, LoadReport)> {
     let group = model.mesh().group().clone();
+    // What is pending must not come in later.
+    model.sync_running_statistics();
     // Compared by all before any changes its model.
     let specs = model.shard_specs();
     let matching = Matching::new(&specs, source, prefix, options).and_then(|matching| {
         Matching::check(matching.report.clone(), options).map(|report| (matching, report))
     });
     let (matching, report) = agree(&group, matching)?;
-    let model = agree(&group, matching.load(model, &specs, source))?;
+    let model = agree(&group, matching.load(model, &specs, source, own))?;
     Ok((model, report))
 }
 
@@ -504,5 +530,6 @@ pub fn load_dense_model_from<M: Module>(
     let specs = dense_specs(&model);
     let matching = Matching::new(&specs, source, prefix, options)?;
     let report = Matching::check(matching.report.clone(), options)?;
-    Ok((matching.load(model, &specs, source)?, report))
+    let model = matching.load(model, &specs, source, BTreeMap::new())?;
+    Ok((model, report))
 }

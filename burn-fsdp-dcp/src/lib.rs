@@ -122,7 +122,8 @@
 //!   under the first of its paths. Coordinates are those of the tensor in memory.
 //! - `optimizer.{path}.{field}`: what the optimizer keeps of the parameter, under the names of its Burn
 //!   record. Its scalars are the state `optimizer.scalars`.
-//! - states: `scheduler` is the bytes of Burn's record; all others are CBOR (RFC 8949). Ids of parameters
+//! - states: `scheduler` is the bytes of Burn's record; all others are CBOR (RFC 8949). `model.running` is
+//!   each rank's running statistics, a map from paths to bytes. Ids of parameters
 //!   occur nowhere.
 
 #![deny(missing_docs)]

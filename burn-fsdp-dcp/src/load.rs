@@ -164,14 +164,17 @@ impl Matching {
         Err(DcpError::Mismatch(Box::new(report)))
     }
 
-    /// Loads into a module what has been matched; reads one tensor at a time.
+    /// Loads into a module what has been matched; reads one tensor at a time. `own` has this rank's
+    /// running statistics, where they are known.
     pub(crate) fn load<M: Module>(
         self,
         module: M,
         specs: &BTreeMap<String, ShardSpec>,
         source: &dyn TensorSource,
+        own: BTreeMap<String, Vec<u8>>,
     ) -> Result<M> {
         let mut load = LoadTensors {
+            own,
             path: Vec::new(),
             sources: self.sources,
             specs,
@@ -216,6 +219,7 @@ struct LoadTensors<'a> {
     sources: BTreeMap<String, String>,
     specs: &'a BTreeMap<String, ShardSpec>,
     source: &'a dyn TensorSource,
+    own: BTreeMap<String, Vec<u8>>,
     error: Option<DcpError>,
 }
 
@@ -232,8 +236,17 @@ impl LoadTensors<'_> {
     }
 
     fn read(&self, spec: &ShardSpec, source_name: &str) -> Result<TensorData> {
-        let bytes = self.source.read(source_name, &region_of(spec))?;
         let dtype = self.source.tensors()[source_name].dtype;
+        let region = region_of(spec);
+        let len = region.volume().unwrap_or(u64::MAX) * dtype.size() as u64;
+        let own = self
+            .own
+            .get(source_name)
+            .filter(|own| spec.is_buffer && own.len() as u64 == len);
+        let bytes = match own {
+            Some(bytes) => bytes.clone(),
+            None => self.source.read(source_name, &region)?,
+        };
         let local = TensorData::from_bytes(Bytes::from_bytes_vec(bytes), spec.sizes.clone(), dtype);
         let local = if dtype.is_float() {
             local.convert_dtype(spec.dtype)

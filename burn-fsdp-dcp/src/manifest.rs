@@ -203,3 +203,142 @@ impl Manifest {
 pub(crate) fn is_plain_name(name: &str) -> bool {
     !name.is_empty() && name != "." && name != ".." && !name.contains(['/', '\\', '\0', ':'])
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::codec::{decode_table, encode_table};
+
+    /// A manifest of one tensor in two chunks, and a state.
+    fn good() -> Manifest {
+        let extent = |offset, len| Extent {
+            file: 0,
+            offset,
+            len,
+            checksums: vec![0],
+        };
+        let chunk = |row| ChunkEntry {
+            region: Region {
+                offsets: vec![row, 0],
+                sizes: vec![1, 3],
+            },
+            extent: extent(100 + row * 12, 12),
+        };
+        let tensor = TensorEntry {
+            dtype: "F32".to_string(),
+            shape: vec![2, 3],
+            chunks: vec![chunk(0), chunk(1)],
+        };
+        let state = StateEntry {
+            rank: Some(1),
+            extent: extent(124, 8),
+        };
+        Manifest {
+            id: CheckpointId(7),
+            step: 3,
+            created: 0,
+            world_size: 2,
+            metrics: BTreeMap::new(),
+            files: vec![FileEntry {
+                name: "shard".to_string(),
+                len: 132,
+                rank: 0,
+                header_checksum: 0,
+            }],
+            tensors: BTreeMap::from([("w".to_string(), tensor)]),
+            states: BTreeMap::from([("s".to_string(), vec![state])]),
+        }
+    }
+
+    #[test]
+    fn a_manifest_that_makes_sense_comes_back() {
+        let manifest = good();
+        manifest.validate("m").unwrap();
+        assert_eq!(
+            decode_table::<Manifest>(&encode_table(&manifest), "m").unwrap(),
+            manifest
+        );
+    }
+
+    #[test]
+    fn every_contradiction_is_refused_with_what_it_is() {
+        type Change = fn(&mut Manifest);
+        let changes: [(&str, Change); 16] = [
+            ("no name of a shard file", |m| {
+                m.files[0].name = "../x".into()
+            }),
+            ("no name of a shard file", |m| {
+                m.files[0].name = "/etc/passwd".into()
+            }),
+            ("no name of a shard file", |m| m.files[0].name = "..".into()),
+            ("no name of a shard file", |m| {
+                m.files[0].name = String::new()
+            }),
+            ("twice", |m| m.files.push(m.files[0].clone())),
+            ("outside its file", |m| m.files[0].len = 131),
+            ("outside its file", |m| m.files.clear()),
+            ("outside its file", |m| chunk(m).extent.file = u64::MAX),
+            ("outside its file", |m| {
+                chunk(m).extent.offset = u64::MAX - 1
+            }),
+            ("lacks checksums", |m| chunk(m).extent.checksums.clear()),
+            ("contradicts", |m| chunk(m).extent.len = 8),
+            ("overlap", |m| chunk(m).region.offsets[0] = 1),
+            ("not within", |m| chunk(m).region.sizes[1] = u64::MAX),
+            ("no element type", |m| {
+                m.tensors.get_mut("w").unwrap().dtype = "F31".into()
+            }),
+            ("too large", |m| {
+                m.tensors.get_mut("w").unwrap().shape = vec![u64::MAX, 3]
+            }),
+            ("one too many", |m| {
+                m.states.get_mut("s").unwrap()[0].rank = Some(2)
+            }),
+        ];
+        for (words, change) in changes {
+            let mut manifest = good();
+            change(&mut manifest);
+            let decoded: Manifest = decode_table(&encode_table(&manifest), "m").unwrap();
+            let error = decoded.validate("m").expect_err(words).to_string();
+            assert!(error.contains(words), "{words}: {error}");
+        }
+    }
+
+    fn chunk(manifest: &mut Manifest) -> &mut ChunkEntry {
+        &mut manifest.tensors.get_mut("w").unwrap().chunks[0]
+    }
+
+    #[test]
+    fn lists_that_claim_to_be_huge_are_refused_before_they_are_made() {
+        // The files' list, which comes after the id, the step, the time, the world size and the metrics.
+        let body = |claim: u64| {
+            let mut body = vec![7, 3, 0, 2, 0, 253];
+            body.extend(claim.to_le_bytes());
+            body
+        };
+        for claim in [1 << 20, 1 << 40, u64::MAX] {
+            let body = body(claim);
+            let mut bytes = crate::codec::MAGIC.to_vec();
+            bytes.extend(crate::codec::VERSION.to_le_bytes());
+            bytes.extend((body.len() as u64).to_le_bytes());
+            bytes.extend(body);
+            bytes.extend(crc32fast::hash(&bytes).to_le_bytes());
+            let error = decode_table::<Manifest>(&bytes, "m").unwrap_err();
+            assert!(matches!(error, DcpError::Corrupt { .. }), "{error}");
+        }
+    }
+
+    proptest::proptest! {
+        #[test]
+        fn no_body_makes_a_reader_panic(body: Vec<u8>) {
+            let mut bytes = crate::codec::MAGIC.to_vec();
+            bytes.extend(crate::codec::VERSION.to_le_bytes());
+            bytes.extend((body.len() as u64).to_le_bytes());
+            bytes.extend(&body);
+            bytes.extend(crc32fast::hash(&bytes).to_le_bytes());
+            if let Ok(manifest) = decode_table::<Manifest>(&bytes, "m") {
+                let _ = manifest.validate("m");
+            }
+        }
+    }
+}

@@ -16,6 +16,8 @@ use crate::region::Region;
 use crate::stateful::Stateful;
 use crate::{Result, codec, optimizer};
 
+/// The name of the state with each rank's own running statistics.
+pub(crate) const RUNNING: &str = "model.running";
 /// The prefix of a model's tensors in a checkpoint.
 pub(crate) const MODEL: &str = "model.";
 /// The name of the state of a learning rate scheduler.
@@ -92,8 +94,12 @@ impl Snapshot {
 
     /// Adds the shards of a model, as `model.` and their paths. Parameters that are replicated, and
     /// shards of which a hybrid mesh holds copies, are written once, by ranks in turn. Running
-    /// statistics, of which each rank has its own, are those of rank 0.
+    /// statistics, of which each rank has its own, are those of rank 0; each rank's are saved beside, for
+    /// a run that goes on at the same world size.
+    ///
+    /// All ranks must call this, in the same order, though it does not communicate.
     pub fn model<M: Module>(mut self, model: &FsdpModule<M>) -> Self {
+        model.sync_running_statistics();
         let mesh = model.mesh();
         let shard_copies = Copies::Replicas {
             index: mesh.replicate_rank(),
@@ -116,12 +122,23 @@ impl Snapshot {
         shard_copies: Copies,
     ) {
         drop_further_names(&mut specs);
-        model.visit(&mut AddTensors {
+        let mut add = AddTensors {
             path: Vec::new(),
             specs,
             shard_copies,
             snapshot: self,
-        });
+            running: BTreeMap::new(),
+        };
+        model.visit(&mut add);
+        if !add.running.is_empty() {
+            let running = codec::encode_value(RUNNING, &add.running);
+            let running = running.expect("a map of names and bytes can be encoded");
+            let state = State {
+                is_of_rank: true,
+                bytes: running,
+            };
+            self.states.insert(RUNNING.to_string(), state);
+        }
     }
 
     /// Adds an optimizer's state for a sharded model: tensors as `optimizer.`, the parameter's path
@@ -360,19 +377,26 @@ struct AddTensors<'a> {
     specs: BTreeMap<String, ShardSpec>,
     shard_copies: Copies,
     snapshot: &'a mut Snapshot,
+    /// This rank's running statistics, little-endian.
+    running: BTreeMap<String, Vec<u8>>,
 }
 
 impl AddTensors<'_> {
     fn add(
         &mut self,
         dtype: DType,
-        view: impl FnOnce() -> Option<HostBytes>,
+        view: impl Fn() -> Option<HostBytes>,
         read: impl FnOnce() -> TensorData + Send + 'static,
     ) {
         let path = self.path.join(".");
         let Some(spec) = self.specs.get(&path) else {
             return;
         };
+        if spec.is_buffer
+            && let Some(view) = view()
+        {
+            self.running.insert(path.clone(), (*view).as_ref().to_vec());
+        }
         let is_padded = spec.sizes != spec.stored_shape();
         let view = if is_padded { None } else { view() };
         let owned = spec.clone();

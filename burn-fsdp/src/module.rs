@@ -214,6 +214,16 @@ impl<M: Module> FsdpModule<M> {
         self.state.check_complete()
     }
 
+    /// Folds the last update into every running statistic, as Burn does when the next comes. State
+    /// dicts and checkpoints begin with it. Does not communicate, but makes a copy for a moment, so all
+    /// ranks must call this, in the same order.
+    pub fn sync_running_statistics(&self) {
+        if self.plan().has_buffers() {
+            // It is what Burn does before evaluation, and the statistics are shared with the copy.
+            drop(self.valid());
+        }
+    }
+
     /// The dense module, with full parameters in their original dtype on every rank, trained or
     /// frozen as they are.
     ///

@@ -215,6 +215,11 @@ impl ShardingPlan {
         self.ignored.get(path).map(Vec::as_slice)
     }
 
+    /// Whether there are running statistics.
+    pub(crate) fn has_buffers(&self) -> bool {
+        !self.buffers.is_empty()
+    }
+
     /// Whether the floating tensor at `path` is a running statistic, not a parameter.
     pub(crate) fn is_buffer(&self, path: &str) -> bool {
         self.buffers.contains(path)

@@ -99,8 +99,10 @@ impl<M: Module> FsdpModule<M> {
         describe.specs
     }
 
-    /// What this rank holds of the model. Does not communicate.
+    /// What this rank holds of the model. Does not communicate, but all ranks must call this, in the
+    /// same order, as a model with running statistics is copied for a moment.
     pub fn sharded_state_dict(&self) -> ShardedStateDict {
+        self.sync_running_statistics();
         let mut stored = Stored {
             wants_values: true,
             ..Stored::default()

@@ -88,6 +88,7 @@ impl<M: Module> FsdpModule<M> {
     ///
     /// A failure of the group.
     pub fn full_state_dict(&self, target: StateDictTarget) -> Result<StateDict> {
+        self.sync_running_statistics();
         let mut gather = GatherFull {
             state: &self.state,
             path: PathStack::default(),
@@ -114,6 +115,8 @@ impl<M: Module> FsdpModule<M> {
         dict: StateDict,
         mode: LoadMode,
     ) -> Result<(Self, LoadReport)> {
+        // What is pending must not come in later.
+        self.sync_running_statistics();
         let is_source = self.mesh().group().rank() == 0;
         let mut dict = dict;
         if is_source {

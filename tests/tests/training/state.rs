@@ -151,6 +151,25 @@ fn running_statistics_travel_in_the_state_dict() {
 }
 
 #[test]
+fn the_last_update_of_running_statistics_is_in_the_state_dict() {
+    ranks(2, |pg| {
+        let mesh = DeviceMesh::shard(&pg);
+        let model = ConvNet::new(&device()).fully_shard(&mesh, &FsdpConfig::new())?;
+        let name = "batch_norm.running_mean";
+        let of = |dict: &StateDict| state_values(dict)[name].1.clone();
+        let before = of(&model.full_state_dict(StateDictTarget::AllRanks)?);
+        model.try_backward(model.loss(&mine(&pg, 0)))?;
+        let state = model.full_state_dict(StateDictTarget::AllRanks)?;
+        assert_ne!(of(&state), before);
+        let sharded = model.sharded_state_dict()[name].data.clone();
+        assert_eq!(sharded.try_to_vec_as::<f32>().unwrap(), of(&state));
+        assert_eq!(local_values(&model.valid())[name].1, of(&state));
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
 fn a_tied_parameter_stays_tied_after_a_load() {
     ranks(2, |pg| {
         let model =
