@@ -23,6 +23,7 @@ mod source;
 mod stateful;
 mod storage;
 mod tiling;
+mod torch;
 
 pub use checkpoint::{Checkpoint, load_dense_model_from, load_model_from};
 pub use dtype::{dtype_name, dtype_of};
@@ -46,3 +47,4 @@ pub use snapshot::Snapshot;
 pub use source::{TensorInfo, TensorSource};
 pub use stateful::Stateful;
 pub use storage::{LocalStorage, Location, ReadFile, Storage, WriteFile};
+pub use torch::{TorchCheckpoint, TorchValue, export_torch};
