@@ -206,3 +206,14 @@ impl DcpError {
         }
     }
 }
+
+/// So that `?` works among ranks: what the group failed of is itself, all else an error of the caller's
+/// own.
+impl From<DcpError> for FsdpError {
+    fn from(error: DcpError) -> Self {
+        match error {
+            DcpError::Group(error) => error,
+            error => Self::other(error),
+        }
+    }
+}

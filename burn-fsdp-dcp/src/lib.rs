@@ -47,4 +47,5 @@ pub use snapshot::Snapshot;
 pub use source::{TensorInfo, TensorSource};
 pub use stateful::Stateful;
 pub use storage::{LocalStorage, Location, ReadFile, Storage, WriteFile};
+pub use tiling::check_tiling;
 pub use torch::{TorchCheckpoint, TorchValue, export_torch};

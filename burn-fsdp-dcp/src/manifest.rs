@@ -61,6 +61,8 @@ pub struct FileEntry {
     pub len: u64,
     /// The rank that wrote it.
     pub rank: u64,
+    /// The CRC-32 of its first bytes, up to the first tensor.
+    pub header_checksum: u32,
 }
 
 /// A tensor.

@@ -195,12 +195,17 @@ mod tests {
             (Just(n), part.clone(), part)
         });
         prop::collection::vec(dim, 0..4).prop_map(|dims| {
-            let shape = dims.iter().map(|d| d.0).collect();
-            let part = |f: fn(&(u64, (u64, u64), (u64, u64))) -> (u64, u64)| {
-                let (offsets, sizes) = dims.iter().map(f).unzip();
+            let shape = dims.iter().map(|(n, ..)| *n).collect();
+            let part = |spans: Vec<(u64, u64)>| {
+                let (offsets, sizes) = spans.into_iter().unzip();
                 Region { offsets, sizes }
             };
-            (shape, part(|d| d.1), part(|d| d.2))
+            let first = part(dims.iter().map(|(_, span, _)| *span).collect());
+            (
+                shape,
+                first,
+                part(dims.iter().map(|(.., span)| *span).collect()),
+            )
         })
     }
 

@@ -153,7 +153,11 @@ impl Saver {
     ///
     /// Equal on all ranks: [`DcpError::AlreadyExists`]; what the system says; ranks that disagree; a
     /// failure of the group. There is no checkpoint then, or still the old one.
-    pub fn save(&mut self, location: impl Into<Location>, snapshot: Snapshot) -> Result<Manifest> {
+    pub fn save(
+        &mut self,
+        location: impl Into<Location>,
+        mut snapshot: Snapshot,
+    ) -> Result<Manifest> {
         self.await_running();
         let location = location.into();
         let job = self.job(location, &snapshot);
@@ -166,6 +170,7 @@ impl Saver {
         }
         agree(&self.group, job.check_free())?;
 
+        snapshot.assign(job.rank, job.world_size);
         let part = job.write(snapshot);
         let written: Vec<String> = part.iter().flat_map(Part::file_names).collect();
         let saved = self.commit(&job, part);
@@ -249,9 +254,9 @@ impl Job {
         Ok(())
     }
 
-    /// Writes this rank's shard files; leaves nothing behind if it can't.
-    pub(crate) fn write(&self, mut snapshot: Snapshot) -> Result<Part> {
-        snapshot.assign(self.rank, self.world_size);
+    /// Writes this rank's shard files, from a snapshot of what has been assigned to it; leaves nothing
+    /// behind if it can't.
+    pub(crate) fn write(&self, snapshot: Snapshot) -> Result<Part> {
         let mut part = Part {
             step: self.step,
             metrics: snapshot.metrics,

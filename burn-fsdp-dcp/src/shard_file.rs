@@ -57,12 +57,11 @@ pub(crate) fn write(
     entries: Vec<Entry<'_>>,
 ) -> Result<(FileEntry, Vec<Extent>)> {
     let header = header(id, rank, &entries);
+    let header_checksum = crc32fast::hash(&header);
     let path = location.path(name);
     let mut out = location.storage().create(&path)?;
     let failed = |error: std::io::Error| DcpError::io("write", location.display_file(name), error);
-    let mut offset = 8 + header.len() as u64;
-    out.write_all(&(header.len() as u64).to_le_bytes())
-        .map_err(failed)?;
+    let mut offset = header.len() as u64;
     out.write_all(&header).map_err(failed)?;
     let mut extents = Vec::with_capacity(entries.len());
     for entry in entries {
@@ -87,10 +86,12 @@ pub(crate) fn write(
         name: name.to_string(),
         len: offset,
         rank,
+        header_checksum,
     };
     Ok((file, extents))
 }
 
+/// The bytes before the first tensor.
 fn header(id: CheckpointId, rank: u64, entries: &[Entry<'_>]) -> Vec<u8> {
     let mut at = 0;
     let mut tensors = BTreeMap::new();
@@ -111,7 +112,9 @@ fn header(id: CheckpointId, rank: u64, entries: &[Entry<'_>]) -> Vec<u8> {
     let mut json = serde_json::to_vec(&header).expect("a header is made of strings and numbers");
     // So that the data begins at a multiple of eight.
     json.resize(json.len().next_multiple_of(8), b' ');
-    json
+    let mut bytes = (json.len() as u64).to_le_bytes().to_vec();
+    bytes.append(&mut json);
+    bytes
 }
 
 /// Opens a shard file and checks that it is the one that the manifest means.
@@ -131,23 +134,22 @@ pub(crate) fn open(
             found: file.len(),
         });
     }
-    let found = read_id(&*file, &path)?;
-    if found != id.to_string() {
+    let header = read_header(&*file, &path)?;
+    let found = id_in(&header[8..]);
+    if let Some(found) = found.filter(|found| *found != id.to_string()) {
         return Err(DcpError::ForeignShard {
             file: path,
             expected: id.to_string(),
             found,
         });
     }
+    if crc32fast::hash(&header) != entry.header_checksum {
+        return Err(DcpError::corrupt(path, "its header fails its checksum"));
+    }
     Ok(file)
 }
 
-fn read_id(file: &dyn ReadFile, path: &str) -> Result<String> {
-    #[derive(Deserialize)]
-    struct IdOnly {
-        #[serde(rename = "__metadata__")]
-        metadata: BTreeMap<String, String>,
-    }
+fn read_header(file: &dyn ReadFile, path: &str) -> Result<Vec<u8>> {
     let corrupt = |detail: String| DcpError::corrupt(path, detail);
     let mut len = [0; 8];
     if file.len() < 8 {
@@ -158,10 +160,18 @@ fn read_id(file: &dyn ReadFile, path: &str) -> Result<String> {
     if len > MAX_HEADER || len > file.len() - 8 {
         return Err(corrupt(format!("its header claims {len} bytes")));
     }
-    let mut json = vec![0; len as usize];
-    file.read_at(&mut json, 8)?;
-    let header: IdOnly = serde_json::from_slice(&json)
-        .map_err(|error| corrupt(format!("its header can't be read: {error}")))?;
-    let id = header.metadata.get(ID_KEY).cloned();
-    id.ok_or_else(|| corrupt("its header names no checkpoint".to_string()))
+    let mut header = vec![0; 8 + len as usize];
+    file.read_at(&mut header, 0)?;
+    Ok(header)
+}
+
+/// The id of the checkpoint that a file says it belongs to.
+fn id_in(json: &[u8]) -> Option<String> {
+    #[derive(Deserialize)]
+    struct IdOnly {
+        #[serde(rename = "__metadata__")]
+        metadata: BTreeMap<String, String>,
+    }
+    let header: IdOnly = serde_json::from_slice(json).ok()?;
+    header.metadata.get(ID_KEY).cloned()
 }

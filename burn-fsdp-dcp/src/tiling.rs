@@ -11,7 +11,11 @@ const MOST_SPLIT: usize = 8;
 /// A box is told by its corners: give each the sign of the parity of its upper ends. Over boxes that
 /// tile a larger one, the signed corners add up to those of the larger, and only then: they are the
 /// mixed derivative of the sum of the boxes' indicator functions, which determines it.
-pub(crate) fn check_tiling<'a>(
+///
+/// # Errors
+///
+/// [`DcpError::InvalidChunks`], naming the tensor and the rule that is broken.
+pub fn check_tiling<'a>(
     tensor: &str,
     shape: &[u64],
     regions: impl Iterator<Item = &'a Region> + Clone,

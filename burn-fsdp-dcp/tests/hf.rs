@@ -623,21 +623,21 @@ impl Model {
         }
     }
 
-    /// Its tensors as Burn records them.
-    fn recorded(&self) -> Memory {
-        let mut record = Record::default();
-        self.visit(&mut record);
-        record.memory
+    /// Its tensors as they are in memory.
+    fn in_memory(&self) -> Memory {
+        let mut tensors = InMemory::default();
+        self.visit(&mut tensors);
+        tensors.memory
     }
 }
 
 #[derive(Default)]
-struct Record {
+struct InMemory {
     path: Vec<String>,
     memory: Memory,
 }
 
-impl ModuleVisitor for Record {
+impl ModuleVisitor for InMemory {
     fn enter_module(&mut self, name: &str, _: &str) {
         self.path.push(name.to_string());
     }
@@ -647,7 +647,7 @@ impl ModuleVisitor for Record {
     }
 
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        let data = param.transform_for_save().val().into_data();
+        let data = param.val().into_data();
         let shape: Vec<u64> = data.shape().iter().map(|n| *n as u64).collect();
         let memory = std::mem::take(&mut self.memory);
         let bytes = data.as_bytes().to_vec();
@@ -658,7 +658,7 @@ impl ModuleVisitor for Record {
 fn export_as_pytorch(model: &Model, options: ExportOptions) -> TempDir {
     let dir = tempdir().unwrap();
     let options = options.with_layout(TensorLayout::PyTorch, &dense_specs(model), "");
-    export_safetensors(&model.recorded(), dir.path(), &options).unwrap();
+    export_safetensors(&model.in_memory(), dir.path(), &options).unwrap();
     dir
 }
 
@@ -709,7 +709,6 @@ fn a_sharded_model_has_the_layout_of_the_dense_one() {
     for world in [1, 2, 3] {
         let expected = expected.clone();
         launch(world, move |pg| {
-            // No rank is sharded to a single element, where nothing would tell.
             let model = Model::new().fully_shard(&DeviceMesh::shard(&pg), &FsdpConfig::new())?;
             assert_eq!(pytorch_layout(&model.shard_specs()), expected);
             Ok(())
@@ -729,7 +728,7 @@ fn a_model_in_pytorch_layout_comes_back_bit_equal() {
         let dir = export_as_pytorch(&model, options);
         let checkpoint = HfCheckpoint::open(dir.path()).unwrap();
         let burn = LayoutSource::from_pytorch(&checkpoint, &specs, "").unwrap();
-        assert_same(&burn, &model.recorded());
+        assert_same(&burn, &model.in_memory());
         let again = LayoutSource::to_pytorch(&burn, &specs, "").unwrap();
         assert_same(&again, &checkpoint);
     }
@@ -740,8 +739,8 @@ fn a_model_loads_what_was_written_for_pytorch() {
     let (model, other) = (Model::new(), Model::new());
     let specs = dense_specs(&model);
     let mut source = Memory::default();
-    for (name, info) in &model.recorded().tensors {
-        let data = model.recorded().data[name].clone();
+    for (name, info) in &model.in_memory().tensors {
+        let data = model.in_memory().data[name].clone();
         source = source.with(&format!("model.{name}"), info.dtype, &info.shape, data);
     }
     let dir = tempdir().unwrap();
@@ -750,10 +749,10 @@ fn a_model_loads_what_was_written_for_pytorch() {
     let checkpoint = HfCheckpoint::open(dir.path()).unwrap();
     assert!(checkpoint.tensors().contains_key("model.norm.weight"));
     let burn = LayoutSource::from_pytorch(&checkpoint, &specs, "model.").unwrap();
-    assert_ne!(other.recorded().data, model.recorded().data);
+    assert_ne!(other.in_memory().data, model.in_memory().data);
     let options = LoadOptions::new();
     let (loaded, _) = load_dense_model_from(&burn, "model.", other, &options).unwrap();
-    assert_same(&loaded.recorded(), &model.recorded());
+    assert_same(&loaded.in_memory(), &model.in_memory());
 }
 
 #[test]
@@ -790,7 +789,7 @@ fn a_part_of_a_transposed_matrix_is_read() {
     let dir = export_as_pytorch(&model, ExportOptions::new());
     let checkpoint: Box<dyn TensorSource> = Box::new(HfCheckpoint::open(dir.path()).unwrap());
     let burn = LayoutSource::from_pytorch(checkpoint, &specs, "").unwrap();
-    let recorded = model.recorded();
+    let in_memory = model.in_memory();
     for (offsets, sizes) in [
         ([1, 0], [2, 5]),
         ([0, 2], [3, 2]),
@@ -803,7 +802,7 @@ fn a_part_of_a_transposed_matrix_is_read() {
         };
         let name = "layers.0.weight";
         let got = burn.read(name, &region).unwrap();
-        assert_eq!(got, recorded.read(name, &region).unwrap(), "{region:?}");
+        assert_eq!(got, in_memory.read(name, &region).unwrap(), "{region:?}");
     }
     let beyond = Region::whole(&[5, 3]);
     assert!(burn.read("layers.0.weight", &beyond).is_err());

@@ -1,9 +1,9 @@
 //! What one rank holds of a module, in the coordinates of the whole: the ground that checkpoints
 //! stand on.
 //!
-//! A shard is stored padded, in memory layout. Here it is without padding, and laid out as Burn
-//! records the parameter: a `Linear` with column layout keeps its weight transposed in memory, and
-//! records it like any other.
+//! A shard is stored padded; here it is without padding. Coordinates are those of the tensor in memory,
+//! not of Burn's records: a `Linear` with column layout has the same shape there as any other, and is
+//! recorded transposed.
 
 use std::collections::BTreeMap;
 
@@ -27,7 +27,7 @@ pub struct ShardedTensor {
     pub data: TensorData,
 }
 
-/// Which part of a tensor one rank holds. Coordinates are those of the tensor as Burn records it.
+/// Which part of a tensor one rank holds.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct ShardSpec {
@@ -48,29 +48,23 @@ pub struct ShardSpec {
     /// Whether each rank has a value of its own, made from its batches: a running statistic.
     pub is_buffer: bool,
     stored_shape: Vec<usize>,
-    is_transposed: bool,
 }
 
 impl ShardSpec {
-    /// The shape of the tensor as it is stored: in memory layout, padding included.
+    /// The shape of the tensor as it is stored, padding included.
     pub fn stored_shape(&self) -> &[usize] {
         &self.stored_shape
     }
 
-    /// The local part of a stored tensor: without padding, as Burn records it. Also for what an
-    /// optimizer keeps in the parameter's shape.
+    /// The local part of a stored tensor, without padding. Also for what an optimizer keeps in the
+    /// parameter's shape.
     ///
     /// # Panics
     ///
     /// If `stored` is not of [`stored_shape`](Self::stored_shape).
     pub fn to_local(&self, stored: TensorData) -> TensorData {
         assert_eq!(stored.shape().to_vec(), self.stored_shape, "stored shape");
-        let local = resize(stored, &self.in_memory(&self.sizes));
-        if self.is_transposed {
-            transpose(local)
-        } else {
-            local
-        }
+        resize(stored, &self.sizes)
     }
 
     /// The reverse of [`to_local`](Self::to_local); padding is zero.
@@ -80,20 +74,7 @@ impl ShardSpec {
     /// If `local` is not of the shape [`sizes`](Self::sizes).
     pub fn to_stored(&self, local: TensorData) -> TensorData {
         assert_eq!(local.shape().to_vec(), self.sizes, "local shape");
-        let local = if self.is_transposed {
-            transpose(local)
-        } else {
-            local
-        };
         resize(local, &self.stored_shape)
-    }
-
-    fn in_memory(&self, shape: &[usize]) -> Vec<usize> {
-        let mut shape = shape.to_vec();
-        if self.is_transposed {
-            shape.reverse();
-        }
-        shape
     }
 }
 
@@ -105,7 +86,7 @@ impl<M: Module> FsdpModule<M> {
             sharded: Some((self.plan(), self.mesh().shard_rank())),
             ..Describe::default()
         };
-        // The placeholders: they have the shapes of the whole, and the layout in which to record it.
+        // The placeholders, which have the shapes of the whole.
         self.inner().visit(&mut describe);
         // The shards, for what only they know.
         let mut stored = Stored::default();
@@ -152,7 +133,7 @@ struct Describe<'a> {
 }
 
 impl Describe<'_> {
-    fn insert(&mut self, id: ParamId, dtype: DType, shape: Vec<usize>, is_transposed: bool) {
+    fn insert(&mut self, id: ParamId, dtype: DType, shape: Vec<usize>) {
         let path = self.path.join();
         let member = self.sharded.and_then(|(plan, rank)| {
             let index = plan.find(&path)?;
@@ -165,16 +146,7 @@ impl Describe<'_> {
             let placement = Placement::Replicate;
             (placement, (offsets, shape.clone()), shape.clone())
         };
-        let (mut placement, (mut offsets, mut sizes), stored_shape) = member.unwrap_or_else(whole);
-        let mut global_shape = shape;
-        if is_transposed {
-            if let Placement::Shard(dim) = &mut placement {
-                *dim = 1 - *dim;
-            }
-            offsets.reverse();
-            sizes.reverse();
-            global_shape.reverse();
-        }
+        let (placement, (offsets, sizes), stored_shape) = member.unwrap_or_else(whole);
         let is_buffer = self.sharded.is_some_and(|(plan, _)| plan.is_buffer(&path));
         self.specs.insert(
             path,
@@ -182,13 +154,12 @@ impl Describe<'_> {
                 id,
                 dtype,
                 owner: self.owners.last().cloned().unwrap_or_default(),
-                global_shape,
+                global_shape: shape,
                 placement,
                 offsets,
                 sizes,
                 is_buffer,
                 stored_shape,
-                is_transposed,
             },
         );
     }
@@ -214,35 +185,24 @@ impl ModuleVisitor for Describe<'_> {
         if self.path.is_inside_shard() {
             return;
         }
-        let is_transposed = D == 2 && is_saved_transposed(param);
         // A lazy parameter is not made for this; its dtype is that of its device.
         let dtype = if param.is_initialized() {
             param.dtype()
         } else {
             param.lazy_device().settings().float_dtype.into()
         };
-        self.insert(param.id, dtype, param.lazy_shape().to_vec(), is_transposed);
+        self.insert(param.id, dtype, param.lazy_shape().to_vec());
     }
 
     fn visit_int<const D: usize>(&mut self, param: &Param<Tensor<D, Int>>) {
         let dtype = param.val().dtype();
-        self.insert(param.id, dtype, param.lazy_shape().to_vec(), false);
+        self.insert(param.id, dtype, param.lazy_shape().to_vec());
     }
 
     fn visit_bool<const D: usize>(&mut self, param: &Param<Tensor<D, Bool>>) {
         let dtype = param.val().dtype();
-        self.insert(param.id, dtype, param.lazy_shape().to_vec(), false);
+        self.insert(param.id, dtype, param.lazy_shape().to_vec());
     }
-}
-
-/// Whether Burn records the matrix transposed. Tried with a small one, for a square matrix has the
-/// same shape either way.
-fn is_saved_transposed<const D: usize>(param: &Param<Tensor<D>>) -> bool {
-    let mut shape = [1; D];
-    shape[D - 1] = 2;
-    let small = Tensor::zeros(shape, &param.lazy_device());
-    let saved = param.clone().map(|_| small).transform_for_save();
-    saved.lazy_shape().to_vec() != shape
 }
 
 /// Collects ids and dtypes of what is stored, and the values if wanted.
@@ -312,17 +272,4 @@ fn resize(data: TensorData, shape: &[usize]) -> TensorData {
         }
     }
     TensorData::from_bytes(Bytes::from_bytes_vec(out), shape.to_vec(), dtype)
-}
-
-fn transpose(data: TensorData) -> TensorData {
-    let (bytes, shape, dtype) = data.into_parts();
-    let (rows, columns, size) = (shape[0], shape[1], dtype.size());
-    let mut out = Vec::with_capacity(bytes.len());
-    for column in 0..columns {
-        for row in 0..rows {
-            let at = (row * columns + column) * size;
-            out.extend_from_slice(&bytes[at..at + size]);
-        }
-    }
-    TensorData::from_bytes(Bytes::from_bytes_vec(out), vec![columns, rows], dtype)
 }

@@ -3,7 +3,6 @@
 use std::collections::BTreeMap;
 use std::ops::Deref;
 
-use burn::tensor::TensorData;
 use burn_fsdp::ShardSpec;
 
 use crate::{DcpError, Region, Result, TensorInfo, TensorSource};
@@ -11,7 +10,7 @@ use crate::{DcpError, Region, Result, TensorInfo, TensorSource};
 /// Whose names and shapes the tensors of a checkpoint have.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum TensorLayout {
-    /// As Burn records the module.
+    /// As Burn's modules have them in memory.
     #[default]
     Burn,
     /// As PyTorch's modules of the same kind name and shape them; see [`pytorch_layout`].
@@ -52,9 +51,7 @@ const RULES: [Rule; 11] = [
 ///
 /// `specs` is what [`FsdpModule::shard_specs`](burn_fsdp::FsdpModule::shard_specs) or
 /// [`dense_specs`](burn_fsdp::dense_specs) says of the model. The type of the module that owns a tensor
-/// decides, so a module of one's own that is called `Linear` is taken for Burn's. The weight of a
-/// `Linear` with [`LinearLayout::Col`](burn::nn::LinearLayout::Col) isn't transposed: Burn records it
-/// as PyTorch has it.
+/// decides, so a module of one's own that is called `Linear` is taken for Burn's.
 pub fn pytorch_layout(specs: &BTreeMap<String, ShardSpec>) -> BTreeMap<String, PyTorchTensor> {
     let forms = specs
         .iter()
@@ -73,22 +70,7 @@ fn pytorch_form(path: &str, spec: &ShardSpec) -> PyTorchTensor {
             "" => name.to_string(),
             prefix => format!("{prefix}.{name}"),
         },
-        is_transposed: is_matrix && spec.global_shape.len() == 2 && !is_recorded_transposed(spec),
-    }
-}
-
-/// Whether Burn records the matrix transposed, which for a `Linear` with column layout is PyTorch's
-/// way. The spec tells by where in memory it puts the second element of a row.
-fn is_recorded_transposed(spec: &ShardSpec) -> bool {
-    let mut row = spec.clone();
-    row.sizes = vec![1, 2];
-    let stored = row.to_stored(TensorData::new(vec![0u8, 1], [1, 2]));
-    let found = stored.as_bytes().iter().position(|byte| *byte == 1);
-    match *spec.stored_shape() {
-        // With one column, only what went into a column is still there.
-        [_, 1] => found.is_some(),
-        [rows, columns] if rows > 0 => found.is_none_or(|at| at == columns),
-        _ => false,
+        is_transposed: is_matrix && spec.global_shape.len() == 2,
     }
 }
 

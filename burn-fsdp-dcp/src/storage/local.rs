@@ -100,6 +100,17 @@ impl LocalStorage {
             synced => synced,
         })
     }
+
+    /// Writes a temporary file, and renames it to `path`.
+    fn put(&self, temporary: &str, path: &str, bytes: &[u8]) -> Result<()> {
+        let (from, to) = (self.place(temporary), self.place(path));
+        let mut file = self.create(temporary)?;
+        file.write_all(bytes)
+            .map_err(|error| DcpError::io("write", from.display(), error))?;
+        file.finish()?;
+        self.attempt("rename", &to, || fs::rename(&from, &to))?;
+        self.sync_dir(to.parent().unwrap_or(&to))
+    }
 }
 
 fn attempt<T>(
@@ -153,15 +164,12 @@ impl Storage for LocalStorage {
     }
 
     fn replace(&self, path: &str, bytes: &[u8]) -> Result<()> {
-        let target = self.place(path);
         let temporary = format!("{path}.tmp");
-        let mut file = self.create(&temporary)?;
-        let from = self.place(&temporary);
-        file.write_all(bytes)
-            .map_err(|error| DcpError::io("write", from.display(), error))?;
-        file.finish()?;
-        self.attempt("rename", &target, || fs::rename(&from, &target))?;
-        self.sync_dir(target.parent().unwrap_or(&target))
+        let put = self.put(&temporary, path, bytes);
+        if put.is_err() {
+            let _ = self.remove(&temporary);
+        }
+        put
     }
 
     fn list(&self, dir: &str) -> Result<Vec<String>> {

@@ -25,7 +25,7 @@ fn configs() -> [(&'static str, FsdpConfig); 4] {
 }
 
 /// Every tensor of a checkpoint, whole.
-fn contents(checkpoint: &Checkpoint) -> Vec<(String, Vec<u8>)> {
+pub(crate) fn contents(checkpoint: &Checkpoint) -> Vec<(String, Vec<u8>)> {
     let tensors = checkpoint.tensors().iter();
     tensors
         .map(|(name, info)| {

@@ -1,23 +1,47 @@
 //! Checkpoints of sharded models, as users make them.
 
+mod background;
+mod damage;
+mod differences;
+mod faults;
 mod load;
+mod manager;
 
 use std::path::Path;
 
-use burn::module::{Module, Param};
+use burn::module::{Module, ModuleMapper, Param};
 use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig, LinearLayout};
 use burn::optim::{AdamWConfig, ModuleOptimizer};
 use burn::prelude::*;
+use burn::tensor::TensorData;
 use burn_fsdp::{
     DeviceMesh, FsdpConfig, FsdpModule, FullyShard, Placement, ProcessGroup, StateDict,
     StateDictTarget, launch,
 };
 use burn_fsdp_dcp::{DcpError, SaveOptions, Saver, Snapshot};
 
+/// Puts numbers that look random in the place of a module's.
+struct Numbers(u32);
+
+impl ModuleMapper for Numbers {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        param.map(|old| {
+            let next = |_| {
+                self.0 = self.0.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+                (self.0 >> 8) as f32 / (1 << 23) as f32 - 1.0
+            };
+            let values: Vec<f32> = (0..old.shape().num_elements()).map(next).collect();
+            let data = TensorData::new(values, old.shape());
+            let trained = old.is_require_grad();
+            Tensor::from_data(data, &old.device()).set_require_grad(trained)
+        })
+    }
+}
+
 /// Layers of uneven sizes, a matrix kept transposed in memory, a tied head, a frozen and a boolean
 /// parameter.
 #[derive(Module, Debug)]
-pub struct Net {
+pub(crate) struct Net {
     emb: Embedding,
     layers: Vec<Layer>,
     head: Param<Tensor<2>>,
@@ -26,30 +50,33 @@ pub struct Net {
 }
 
 #[derive(Module, Debug)]
-pub struct Layer {
+pub(crate) struct Layer {
     fc: Linear,
     scale: Param<Tensor<1>>,
 }
 
-pub fn device() -> Device {
+pub(crate) fn device() -> Device {
     Device::flex().autodiff().gradient_checkpointing()
 }
 
 impl Net {
-    /// `d` is the width.
-    pub fn new(d: usize, device: &Device) -> Self {
-        let emb = EmbeddingConfig::new(7, d).init(device);
+    /// `d` is the width. The values are always the same, as Burn's generator is shared by all tests.
+    pub(crate) fn new(d: usize, device: &Device) -> Self {
         let layer = |layout, frozen: bool| Layer {
             fc: LinearConfig::new(d, d).with_layout(layout).init(device),
             scale: Param::from_tensor(Tensor::ones([d], device)).set_require_grad(!frozen),
         };
+        let emb = EmbeddingConfig::new(7, d).init(device);
+        let layers = vec![
+            layer(LinearLayout::Row, false),
+            layer(LinearLayout::Col, true),
+        ];
+        let mut numbers = Numbers(0);
+        let (emb, layers) = (emb.map(&mut numbers), layers.map(&mut numbers));
         Self {
             head: emb.weight.clone(),
             emb,
-            layers: vec![
-                layer(LinearLayout::Row, false),
-                layer(LinearLayout::Col, true),
-            ],
+            layers,
             mask: Param::initialized(
                 Default::default(),
                 Tensor::from_bool([true, false, true], device),
@@ -58,7 +85,7 @@ impl Net {
         }
     }
 
-    pub fn loss(&self, step: usize, rows: std::ops::Range<usize>) -> Tensor<1> {
+    pub(crate) fn loss(&self, step: usize, rows: std::ops::Range<usize>) -> Tensor<1> {
         let device = self.emb.weight.device();
         let token = |row: usize, i: usize| ((step * 5 + row * 3 + i * i) % 7) as i64;
         let tokens: Vec<i64> = rows
@@ -76,12 +103,12 @@ impl Net {
     }
 }
 
-pub fn adamw() -> ModuleOptimizer {
+pub(crate) fn adamw() -> ModuleOptimizer {
     AdamWConfig::new().with_weight_decay(0.1).init()
 }
 
 /// Ranks of one checkpoint operation, whose errors are the checkpoint's own.
-pub fn ranks<T: Send>(
+pub(crate) fn ranks<T: Send>(
     world: usize,
     run: impl Fn(&ProcessGroup) -> burn_fsdp_dcp::Result<T> + Send + Sync,
 ) -> Vec<burn_fsdp_dcp::Result<T>> {
@@ -93,7 +120,7 @@ pub fn ranks<T: Send>(
 }
 
 /// The same where all ranks succeed.
-pub fn ranks_ok<T: Send>(
+pub(crate) fn ranks_ok<T: Send>(
     world: usize,
     run: impl Fn(&ProcessGroup) -> burn_fsdp_dcp::Result<T> + Send + Sync,
 ) -> Vec<T> {
@@ -104,24 +131,24 @@ pub fn ranks_ok<T: Send>(
 }
 
 /// A trained model with its optimizer.
-pub struct Trained {
-    pub model: FsdpModule<Net>,
-    pub optim: ModuleOptimizer,
+pub(crate) struct Trained {
+    pub(crate) model: FsdpModule<Net>,
+    pub(crate) optim: ModuleOptimizer,
 }
 
 impl Trained {
-    pub fn new(pg: &ProcessGroup, d: usize, config: &FsdpConfig) -> burn_fsdp::Result<Self> {
+    pub(crate) fn new(pg: &ProcessGroup, d: usize, config: &FsdpConfig) -> burn_fsdp::Result<Self> {
         Self::on(&DeviceMesh::shard(pg), d, config)
     }
 
-    pub fn on(mesh: &DeviceMesh, d: usize, config: &FsdpConfig) -> burn_fsdp::Result<Self> {
+    pub(crate) fn on(mesh: &DeviceMesh, d: usize, config: &FsdpConfig) -> burn_fsdp::Result<Self> {
         Ok(Self {
             model: Net::new(d, &device()).fully_shard(mesh, config)?,
             optim: adamw(),
         })
     }
 
-    pub fn train(mut self, steps: std::ops::Range<usize>) -> burn_fsdp::Result<Self> {
+    pub(crate) fn train(mut self, steps: std::ops::Range<usize>) -> burn_fsdp::Result<Self> {
         for step in steps {
             let rank = self.model.mesh().group().rank();
             let loss = self.model.loss(step, rank * 2..rank * 2 + 2);
@@ -131,19 +158,19 @@ impl Trained {
         Ok(self)
     }
 
-    pub fn snapshot(&self, step: u64) -> Snapshot {
+    pub(crate) fn snapshot(&self, step: u64) -> Snapshot {
         let snapshot = Snapshot::new(step).model(&self.model);
         snapshot.optimizer(&self.optim, &self.model).unwrap()
     }
 
     /// All weights, and all of the optimizer's state, whole, on every rank.
-    pub fn whole(&self) -> burn_fsdp::Result<StateDict> {
+    pub(crate) fn whole(&self) -> burn_fsdp::Result<StateDict> {
         self.model.full_state_dict(StateDictTarget::AllRanks)
     }
 }
 
 /// Saves once, as all ranks.
-pub fn save(pg: &ProcessGroup, dir: &Path, snapshot: Snapshot) -> burn_fsdp_dcp::Result<()> {
+pub(crate) fn save(pg: &ProcessGroup, dir: &Path, snapshot: Snapshot) -> burn_fsdp_dcp::Result<()> {
     let mut saver = Saver::new(pg, SaveOptions::new())?;
     saver.save(dir, snapshot).map(drop)
 }

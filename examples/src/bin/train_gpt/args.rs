@@ -80,6 +80,22 @@ pub(crate) struct Args {
     #[arg(long, value_parser = at_least_one, value_name = "N")]
     pub(crate) threads_per_rank: Option<usize>,
 
+    /// Folder for checkpoints, one every --save-every steps and one at the end.
+    #[arg(long, value_name = "DIR", conflicts_with = "single")]
+    pub(crate) checkpoint_dir: Option<PathBuf>,
+
+    /// Steps between checkpoints, which are written while training goes on.
+    #[arg(long, default_value_t = 50, value_parser = at_least_one, value_name = "N", requires = "checkpoint_dir")]
+    pub(crate) save_every: usize,
+
+    /// Checkpoints to keep, the latest.
+    #[arg(long, default_value_t = 3, value_parser = at_least_one, value_name = "N", requires = "checkpoint_dir")]
+    pub(crate) keep: usize,
+
+    /// Go on from the newest good checkpoint, at whatever world size; from the start if there is none.
+    #[arg(long, requires = "checkpoint_dir")]
+    pub(crate) resume: bool,
+
     /// Folder for loss.svg and losses.csv.
     #[arg(long, default_value = "target/train_gpt", value_name = "DIR")]
     pub(crate) out: PathBuf,
@@ -247,6 +263,9 @@ mod tests {
             ("--heads 7", "--heads 7 does not divide --d-model 96"),
             ("--seq 1000000", "the text has 94651 characters"),
             ("--single --precision bf16", "f32 only"),
+            ("--single --checkpoint-dir d", "cannot be used with"),
+            ("--resume", "--checkpoint-dir"),
+            ("--checkpoint-dir d --save-every 0", "at least 1"),
         ] {
             let error = parse(args).expect_err(args);
             assert!(error.contains(reason), "{args}: {error}");

@@ -1,6 +1,7 @@
 //! `cargo run -p burn-fsdp-examples --bin train_gpt -- --help`
 
 mod args;
+mod checkpoints;
 mod data;
 mod dense;
 mod generate;

@@ -3,11 +3,12 @@
 use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressStyle};
+use serde::{Deserialize, Serialize};
 
 use crate::args::Args;
 
 /// One optimizer step.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub(crate) struct Record {
     pub(crate) loss: f64,
     pub(crate) grad_norm: f64,
@@ -25,8 +26,8 @@ pub(crate) struct Progress {
 }
 
 impl Progress {
-    /// Starts the clock. Of all ranks one is `visible`.
-    pub(crate) fn new(args: &Args, visible: bool) -> Self {
+    /// Starts the clock, or goes on after `records` of an earlier run. Of all ranks one is `visible`.
+    pub(crate) fn new(args: &Args, visible: bool, records: Vec<Record>) -> Self {
         let visible = visible && !args.quiet;
         let bar = match visible {
             true => ProgressBar::new(args.steps as u64).with_style(style()),
@@ -36,13 +37,23 @@ impl Progress {
             true => args.steps.div_ceil(10),
             false => 0,
         };
+        bar.set_position(records.len() as u64);
+        let earlier = records
+            .last()
+            .map_or(Duration::ZERO, |record| record.elapsed);
         Self {
             bar,
             line_every,
             tokens_per_step: args.tokens_per_step(),
-            started: Instant::now(),
-            records: Vec::with_capacity(args.steps),
+            started: Instant::now()
+                .checked_sub(earlier)
+                .unwrap_or_else(Instant::now),
+            records,
         }
+    }
+
+    pub(crate) fn records(&self) -> &[Record] {
+        &self.records
     }
 
     pub(crate) fn step(&mut self, loss: f64, grad_norm: f64) {

@@ -9,6 +9,7 @@ use burn_fsdp::{DeviceMesh, FsdpModule, FullyShard, NormType, ProcessGroup, Redu
 use burn_fsdp_examples::gpt::Gpt;
 
 use crate::args::Args;
+use crate::checkpoints::Checkpoints;
 use crate::data::Corpus;
 use crate::dense;
 use crate::generate::generate;
@@ -32,7 +33,7 @@ pub(crate) fn train_dense(args: &Args, corpus: &Corpus) -> Result<Outcome> {
     dense::initialize(&model);
     let mut optim = AdamWConfig::new().init();
     let schedule = args.schedule();
-    let mut progress = Progress::new(args, true);
+    let mut progress = Progress::new(args, true, Vec::new());
 
     for step in 0..args.steps {
         let mut step_loss = 0.0;
@@ -69,9 +70,12 @@ pub(crate) fn train_sharded(args: &Args, corpus: &Corpus, group: &ProcessGroup) 
         .fully_shard(&mesh, &args.fsdp())?;
     let mut optim = AdamWConfig::new().init();
     let schedule = args.schedule();
-    let mut progress = Progress::new(args, group.rank() == 0);
+    let mut checkpoints = Checkpoints::new(args, group)?;
+    let mut records = Vec::new();
+    (model, optim) = checkpoints.resume(model, optim, &mut records)?;
+    let mut progress = Progress::new(args, group.rank() == 0, records);
 
-    for step in 0..args.steps {
+    for step in progress.records().len()..args.steps {
         let mut step_loss = 0.0;
         let mut grads = GradientsParams::new();
         for micro_batch in 0..args.accumulate {
@@ -86,7 +90,9 @@ pub(crate) fn train_sharded(args: &Args, corpus: &Corpus, group: &ProcessGroup) 
         let (grads, norm) = clip_grad_norm(&model, grads, args.clip)?;
         model = model.step(&mut optim, args.learning_rate(step), grads)?;
         progress.step(mean_over_ranks(group, step_loss)?, norm);
+        checkpoints.after_step(&model, &optim, progress.records())?;
     }
+    checkpoints.finish()?;
 
     let memory = model.memory();
     Ok(Outcome {
