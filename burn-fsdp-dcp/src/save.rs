@@ -284,7 +284,7 @@ impl Job {
                 dtype,
                 shape: piece.region.sizes,
                 len: elements * piece.dtype.size() as u64,
-                bytes: Box::new(move || (piece.data)().into_parts().0),
+                bytes: Box::new(move || Ok((piece.data)().into_parts().0)),
             });
         }
         for (name, state) in snapshot.states {
@@ -295,7 +295,7 @@ impl Job {
                 dtype: "U8",
                 shape: vec![len],
                 len,
-                bytes: Box::new(move || shard_file::Bytes::from_bytes_vec(state.bytes)),
+                bytes: Box::new(move || Ok(shard_file::Bytes::from_bytes_vec(state.bytes))),
             });
         }
         let extents = self.write_files(entries, &mut part.files)?;
@@ -315,7 +315,7 @@ impl Job {
     }
 
     /// Writes entries into as many files as they need.
-    fn write_files(
+    pub(crate) fn write_files(
         &self,
         entries: Vec<Entry<'_>>,
         files: &mut Vec<FileEntry>,
@@ -396,7 +396,11 @@ impl Job {
     }
 
     pub(crate) fn commit(&self, parts: Vec<Part>) -> Result<Manifest> {
-        let manifest = self.merge(parts)?;
+        self.put_in_place(self.merge(parts)?)
+    }
+
+    /// Makes a checkpoint of shard files that are there.
+    pub(crate) fn put_in_place(&self, manifest: Manifest) -> Result<Manifest> {
         manifest.validate(&self.location.display_file(MANIFEST))?;
         self.location
             .replace(MANIFEST, &codec::encode_table(&manifest))?;
