@@ -29,10 +29,10 @@ pub(crate) struct Args {
     /// Another, of any format
     b: PathBuf,
     /// How much numbers may differ, as a fraction of that in B
-    #[arg(long, default_value_t = 0.0)]
+    #[arg(long, default_value_t = 0.0, allow_negative_numbers = true)]
     rtol: f64,
     /// How much numbers may differ, whatever their size
-    #[arg(long, default_value_t = 0.0)]
+    #[arg(long, default_value_t = 0.0, allow_negative_numbers = true)]
     atol: f64,
 }
 

@@ -9,7 +9,7 @@ use burn_fsdp_dcp::{Checkpoint, TensorInfo, TensorSource};
 use serde::Serialize;
 
 use crate::failure::{Failure, Outcome};
-use crate::open::{Opened, open_any};
+use crate::open::{Opened, names_in, open_any};
 use crate::text;
 use crate::tree::{Tree, described};
 
@@ -310,7 +310,20 @@ fn files(opened: &Opened) -> Vec<File> {
                 rank: None,
             })
             .collect(),
-        // They are the reader's own affair.
-        Opened::Torch(_) => Vec::new(),
+        Opened::Torch(checkpoint) => {
+            let dir = PathBuf::from(checkpoint.location());
+            let names = names_in(&dir).unwrap_or_default().into_iter();
+            let data = names.filter(|name| name.ends_with(".distcp"));
+            data.map(|name| File {
+                bytes: dir
+                    .join(&name)
+                    .metadata()
+                    .ok()
+                    .map(|metadata| metadata.len()),
+                name,
+                rank: None,
+            })
+            .collect()
+        }
     }
 }

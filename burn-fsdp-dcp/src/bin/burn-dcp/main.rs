@@ -119,7 +119,8 @@ fn usage(error: &clap::Error) -> Outcome {
             let text = error.render().to_string();
             let what = text.split("\n\nUsage").next().unwrap_or(&text);
             let what = what.split("\n\nFor more").next().unwrap_or(what);
-            let what = text::one_line(what.trim_start_matches("error: "));
+            let what = what.trim_start_matches("error: ").replace("\n\n", "; ");
+            let what = text::one_line(&what);
             Err(Failure::of(format!("{what}; see burn-dcp --help")))
         }
     }

@@ -52,8 +52,11 @@ fn find(path: &Path) -> Result<Vec<PathBuf>, Failure> {
     if path.is_dir() {
         let names = names_in(path)?;
         let steps = steps_among(&names);
-        if !steps.is_empty() {
-            return Ok(steps.into_iter().map(|(_, name)| path.join(name)).collect());
+        let mut found: Vec<PathBuf> = { steps.iter() }.map(|(_, name)| path.join(name)).collect();
+        // A model that was saved alone.
+        found.extend(Some(path.join("model")).filter(|model| model.join("manifest").exists()));
+        if !found.is_empty() {
+            return Ok(found);
         }
     }
     // Says what is there instead.
