@@ -37,21 +37,15 @@ struct Cli {
     command: Command,
 }
 
+/// Each is described where its arguments are.
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Prints what a checkpoint holds
     Inspect(inspect::Args),
-    /// Reads every byte of checkpoints and checks it
     Verify(verify::Args),
-    /// Compares the tensors of two checkpoints
     Diff(diff::Args),
-    /// Writes all tensors, whole, into one safetensors file
     Merge(merge::Args),
-    /// Writes the tensors of a checkpoint in another format
     Convert(convert::Args),
-    /// Writes a checkpoint anew, as another number of ranks would have
     Reshard(reshard::Args),
-    /// Removes old checkpoints of a run
     Prune(prune::Args),
 }
 
