@@ -141,6 +141,7 @@ mod optimizer;
 mod pending;
 mod region;
 mod report;
+mod rewrite;
 mod sampler;
 mod save;
 mod seed;
@@ -160,13 +161,14 @@ pub use hf::{
     pytorch_layout,
 };
 pub use load::LoadOptions;
-pub use manager::{Better, Manager, ManagerConfig, Resume, prune};
+pub use manager::{Better, Manager, ManagerConfig, Resume, prunable, prune};
 pub use manifest::{
     CheckpointId, ChunkEntry, Extent, FileEntry, Manifest, StateEntry, TensorEntry,
 };
 pub use pending::PendingSave;
 pub use region::{Region, Run};
 pub use report::LoadReport;
+pub use rewrite::{reshard, write_checkpoint};
 pub use sampler::{SamplerState, ShardedSampler};
 pub use save::{SaveOptions, Saver, WhenBusy};
 pub use seed::StepSeed;

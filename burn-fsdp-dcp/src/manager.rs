@@ -304,6 +304,29 @@ pub fn prune(
     keep_best: Option<&(usize, String, Better)>,
     mut progress: impl FnMut(u64),
 ) -> Result<Vec<u64>> {
+    let mut removed = Vec::new();
+    for step in prunable(root, keep_latest, keep_best)? {
+        match remove_checkpoint(&root.join(&format!("{STEP}{step}"))) {
+            Ok(()) => {
+                progress(step);
+                removed.push(step);
+            }
+            Err(error) => log::warn!("the checkpoint of step {step} is left: {error}"),
+        }
+    }
+    Ok(removed)
+}
+
+/// The steps that [`prune`] would remove, in its order. Removes nothing.
+///
+/// # Errors
+///
+/// If the directory can't be listed.
+pub fn prunable(
+    root: &Location,
+    keep_latest: usize,
+    keep_best: Option<&(usize, String, Better)>,
+) -> Result<Vec<u64>> {
     let steps = steps_in(root, true)?;
     let Some(latest) = steps.last() else {
         return Ok(Vec::new());
@@ -325,17 +348,7 @@ pub fn prune(
         .into_iter()
         .filter(|step| step < latest);
     let unwanted = steps.iter().copied().filter(|step| !keep.contains(step));
-    let mut removed = Vec::new();
-    for step in unwanted.chain(cut_short) {
-        match remove_checkpoint(&root.join(&format!("{STEP}{step}"))) {
-            Ok(()) => {
-                progress(step);
-                removed.push(step);
-            }
-            Err(error) => log::warn!("the checkpoint of step {step} is left: {error}"),
-        }
-    }
-    Ok(removed)
+    Ok(unwanted.chain(cut_short).collect())
 }
 
 /// The steps whose checkpoints have the metric, the best first.

@@ -285,7 +285,7 @@ impl Job {
                 dtype,
                 shape: piece.region.sizes,
                 len: elements * piece.dtype.size() as u64,
-                bytes: piece.data,
+                bytes: Box::new(move || Ok((piece.data)())),
             });
         }
         for (name, state) in snapshot.states {
@@ -296,7 +296,7 @@ impl Job {
                 dtype: "U8",
                 shape: vec![len],
                 len,
-                bytes: Box::new(move || Box::new(state.bytes)),
+                bytes: Box::new(move || Ok(Box::new(state.bytes))),
             });
         }
         let extents = self.write_files(entries, &mut part.files)?;
@@ -316,7 +316,7 @@ impl Job {
     }
 
     /// Writes entries into as many files as they need.
-    fn write_files(
+    pub(crate) fn write_files(
         &self,
         entries: Vec<Entry<'_>>,
         files: &mut Vec<FileEntry>,
@@ -397,7 +397,11 @@ impl Job {
     }
 
     pub(crate) fn commit(&self, parts: Vec<Part>) -> Result<Manifest> {
-        let manifest = self.merge(parts)?;
+        self.put_in_place(self.merge(parts)?)
+    }
+
+    /// Makes a checkpoint of shard files that are there.
+    pub(crate) fn put_in_place(&self, manifest: Manifest) -> Result<Manifest> {
         manifest.validate(&self.location.display_file(MANIFEST))?;
         self.location
             .replace(MANIFEST, &codec::encode_table(&manifest))?;

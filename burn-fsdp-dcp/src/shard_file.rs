@@ -24,7 +24,7 @@ pub(crate) struct Entry<'a> {
     pub(crate) shape: Vec<u64>,
     pub(crate) len: u64,
     /// Draws the bytes, once, when it is their turn.
-    pub(crate) bytes: Box<dyn FnOnce() -> HostBytes + Send + 'a>,
+    pub(crate) bytes: Box<dyn FnOnce() -> Result<HostBytes> + Send + 'a>,
 }
 
 #[derive(Serialize)]
@@ -64,7 +64,7 @@ pub(crate) fn write(
     out.write_all(&header).map_err(failed)?;
     let mut extents = Vec::with_capacity(entries.len());
     for entry in entries {
-        let bytes = (entry.bytes)();
+        let bytes = (entry.bytes)()?;
         let bytes = (*bytes).as_ref();
         assert_eq!(bytes.len() as u64, entry.len, "bytes of {}", entry.name);
         let mut checksums = Vec::with_capacity(bytes.len().div_ceil(BLOCK as usize));

@@ -12,6 +12,7 @@ use serde::Serialize;
 
 use crate::host::{self, HostBytes};
 use crate::load::region_of;
+use crate::optimizer::OPTIMIZER;
 use crate::region::Region;
 use crate::stateful::Stateful;
 use crate::{Result, codec, optimizer};
@@ -183,8 +184,10 @@ impl Snapshot {
     ///
     /// # Errors
     ///
-    /// If it can't be encoded.
+    /// If it can't be encoded, or the name is one of the library's own: `scheduler`, or one that begins
+    /// with `model.` or `optimizer.`.
     pub fn state<T: Serialize + ?Sized>(self, name: &str, value: &T) -> Result<Self> {
+        check_free(name)?;
         let bytes = codec::encode_value(name, value)?;
         Ok(self.encoded(name, false, bytes))
     }
@@ -193,8 +196,9 @@ impl Snapshot {
     ///
     /// # Errors
     ///
-    /// If it can't be encoded.
+    /// As [`state`](Self::state).
     pub fn rank_state<T: Serialize + ?Sized>(self, name: &str, value: &T) -> Result<Self> {
+        check_free(name)?;
         let bytes = codec::encode_value(name, value)?;
         Ok(self.encoded(name, true, bytes))
     }
@@ -203,7 +207,7 @@ impl Snapshot {
     ///
     /// # Errors
     ///
-    /// If it can't be encoded.
+    /// As [`state`](Self::state).
     pub fn stateful(self, name: &str, object: &impl Stateful) -> Result<Self> {
         self.state(name, &object.state())
     }
@@ -362,6 +366,15 @@ impl Piece {
 pub(crate) fn drop_further_names(specs: &mut BTreeMap<String, ShardSpec>) {
     let mut seen = std::collections::HashSet::new();
     specs.retain(|_, spec| seen.insert(spec.id));
+}
+
+fn check_free(name: &str) -> Result<()> {
+    let is_taken = name == SCHEDULER || name.starts_with(MODEL) || name.starts_with(OPTIMIZER);
+    if is_taken {
+        let detail = format!("the name \"{name}\" is the library's own; choose another");
+        return Err(crate::DcpError::argument(detail));
+    }
+    Ok(())
 }
 
 fn bad_state(name: &str, error: impl ToString) -> crate::DcpError {

@@ -283,4 +283,12 @@ fn a_state_that_is_not_there_or_of_another_type_is_told() {
         checkpoint.state::<u64>("mine"),
         Err(DcpError::BadState { .. })
     ));
+    for taken in ["scheduler", "optimizer.scalars", "model.x"] {
+        let error = Snapshot::new(1).state(taken, "x").unwrap_err().to_string();
+        assert!(
+            error.contains(taken) && error.contains("choose another"),
+            "{error}"
+        );
+        assert!(Snapshot::new(1).rank_state(taken, "x").is_err());
+    }
 }

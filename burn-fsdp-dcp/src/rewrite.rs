@@ -1,0 +1,315 @@
+//! Writing a checkpoint from what is on disk, without ranks.
+
+use std::collections::BTreeMap;
+use std::collections::hash_map::RandomState;
+use std::hash::{BuildHasher, Hasher};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use crate::checkpoint::Checkpoint;
+use crate::dtype::dtype_name;
+use crate::host::HostBytes;
+use crate::manifest::{ChunkEntry, Manifest, StateEntry, TensorEntry};
+use crate::region::Region;
+use crate::save::{Job, SaveOptions};
+use crate::shard_file::Entry;
+use crate::source::{TensorInfo, TensorSource};
+use crate::storage::Location;
+use crate::{CheckpointId, DcpError, Result};
+
+/// As many ranks as a checkpoint can be written for. More is a slip.
+const MOST_RANKS: usize = 1 << 16;
+
+/// Writes tensors of any origin as a checkpoint of one rank. Step, metrics and states are those of
+/// `states_of`, or none. `progress` is told of bytes as they are done.
+///
+/// One tensor at a time is in memory. The checkpoint is there only when all of it is on disk.
+///
+/// # Errors
+///
+/// [`DcpError::AlreadyExists`] unless the options allow overwriting; what reading or writing gives.
+pub fn write_checkpoint(
+    source: &dyn TensorSource,
+    states_of: Option<&Checkpoint>,
+    location: impl Into<Location>,
+    options: &SaveOptions,
+    progress: impl Fn(u64) + Sync,
+) -> Result<Manifest> {
+    let mut plan = Plan::new(1);
+    for (name, info) in source.tensors() {
+        plan.add_whole(name, info);
+    }
+    let rewrite = Rewrite {
+        source,
+        states_of,
+        options,
+        progress: &progress,
+    };
+    rewrite.write(location.into(), plan)
+}
+
+/// Writes a checkpoint anew, as `world_size` ranks would have written it: tensors that were split are
+/// split along their first dimension, by the rule of [`Placement::Shard`](burn_fsdp::Placement::Shard);
+/// others are written whole, each by one rank. A single rank splits nothing, so of its checkpoint all
+/// tensors count as split. States are kept as they are, those of ranks that are no more as well.
+/// `progress` is told of bytes as they are done.
+///
+/// One chunk at a time is in memory. The checkpoint is there only when all of it is on disk.
+///
+/// # Errors
+///
+/// As [`write_checkpoint`]; [`DcpError::InvalidArgument`] for no ranks, or more than 65,536.
+pub fn reshard(
+    checkpoint: &Checkpoint,
+    location: impl Into<Location>,
+    world_size: usize,
+    options: &SaveOptions,
+    progress: impl Fn(u64) + Sync,
+) -> Result<Manifest> {
+    if !(1..=MOST_RANKS).contains(&world_size) {
+        return Err(DcpError::argument(format!(
+            "a checkpoint is written by 1 to {MOST_RANKS} ranks, not by {world_size}"
+        )));
+    }
+    let manifest = checkpoint.manifest();
+    let mut plan = Plan::new(world_size);
+    let mut whole = Vec::new();
+    for (name, info) in checkpoint.tensors() {
+        let was_split = manifest.world_size == 1 || manifest.tensors[name].chunks.len() > 1;
+        if was_split && !info.shape.is_empty() {
+            plan.add_split(name, info);
+        } else {
+            whole.push((name, info));
+        }
+    }
+    // The largest first, each to the rank that has least.
+    whole.sort_by_key(|(_, info)| std::cmp::Reverse(info.bytes()));
+    for (name, info) in whole {
+        plan.add_whole(name, info);
+    }
+    let rewrite = Rewrite {
+        source: checkpoint,
+        states_of: Some(checkpoint),
+        options,
+        progress: &progress,
+    };
+    rewrite.write(location.into(), plan)
+}
+
+/// Which rank writes which parts.
+struct Plan {
+    ranks: Vec<RankPlan>,
+}
+
+#[derive(Clone, Default)]
+struct RankPlan {
+    bytes: u64,
+    chunks: Vec<(String, Region)>,
+}
+
+impl Plan {
+    fn new(world_size: usize) -> Self {
+        Self {
+            ranks: vec![RankPlan::default(); world_size],
+        }
+    }
+
+    fn add(&mut self, rank: usize, name: &str, info: &TensorInfo, region: Region) {
+        if !region.is_empty() {
+            let volume = region.volume().unwrap_or(u64::MAX);
+            let rank = &mut self.ranks[rank];
+            rank.bytes += volume * info.dtype.size() as u64;
+            rank.chunks.push((name.to_string(), region));
+        }
+    }
+
+    /// Along the first dimension, as `torch.chunk` does.
+    fn add_split(&mut self, name: &str, info: &TensorInfo) {
+        let rows = info.shape[0];
+        let chunk = rows.div_ceil(self.ranks.len() as u64);
+        for rank in 0..self.ranks.len() {
+            let mut region = Region::whole(&info.shape);
+            region.offsets[0] = (rank as u64 * chunk).min(rows);
+            region.sizes[0] = chunk.min(rows - region.offsets[0]);
+            self.add(rank, name, info, region);
+        }
+    }
+
+    /// To the rank that has least.
+    fn add_whole(&mut self, name: &str, info: &TensorInfo) {
+        let least = (0..self.ranks.len()).min_by_key(|&rank| (self.ranks[rank].bytes, rank));
+        let rank = least.expect("there is a rank");
+        self.add(rank, name, info, Region::whole(&info.shape));
+    }
+}
+
+/// What an entry of a shard file is.
+enum Target {
+    Chunk(String, Region),
+    State(String, Option<u64>),
+}
+
+struct Rewrite<'a> {
+    source: &'a dyn TensorSource,
+    states_of: Option<&'a Checkpoint>,
+    options: &'a SaveOptions,
+    progress: &'a (dyn Fn(u64) + Sync),
+}
+
+impl Rewrite<'_> {
+    fn write(&self, location: Location, plan: Plan) -> Result<Manifest> {
+        let job = self.job(location, plan.ranks.len());
+        job.check_free()?;
+        let mut manifest = self.manifest(&job)?;
+        let written = self.write_ranks(&job, plan, &mut manifest);
+        let names: Vec<String> = manifest
+            .files
+            .iter()
+            .map(|file| file.name.clone())
+            .collect();
+        let written = written.and_then(|()| job.put_in_place(manifest));
+        if written.is_err() {
+            job.undo(&names);
+        }
+        written
+    }
+
+    fn job(&self, location: Location, world_size: usize) -> Job {
+        let random = || u128::from(RandomState::new().build_hasher().finish());
+        Job {
+            location,
+            id: CheckpointId(random() << 64 | random()),
+            step: self.states_of.map_or(0, Checkpoint::step),
+            rank: 0,
+            world_size,
+            options: self.options.clone(),
+        }
+    }
+
+    /// Without files, chunks and states.
+    fn manifest(&self, job: &Job) -> Result<Manifest> {
+        let now = SystemTime::now()
+            .duration_since(UNIX_EPOCH)
+            .unwrap_or_default();
+        let origin = self.states_of.map(Checkpoint::manifest);
+        let mut tensors = BTreeMap::new();
+        for (name, info) in self.source.tensors() {
+            let tensor = TensorEntry {
+                dtype: dtype_name(info.dtype)?.to_string(),
+                shape: info.shape.clone(),
+                chunks: Vec::new(),
+            };
+            tensors.insert(name.clone(), tensor);
+        }
+        Ok(Manifest {
+            id: job.id,
+            step: job.step,
+            created: origin.map_or(now.as_secs(), |origin| origin.created),
+            world_size: job.world_size as u64,
+            metrics: origin
+                .map(|origin| origin.metrics.clone())
+                .unwrap_or_default(),
+            files: Vec::new(),
+            tensors,
+            states: BTreeMap::new(),
+        })
+    }
+
+    fn write_ranks(&self, job: &Job, plan: Plan, manifest: &mut Manifest) -> Result<()> {
+        let world_size = plan.ranks.len();
+        for (rank, plan) in plan.ranks.into_iter().enumerate() {
+            let states = self.states_for(rank, world_size);
+            let mut job = job.clone();
+            job.rank = rank;
+            let mut targets = Vec::new();
+            let mut entries = Vec::new();
+            for (name, region) in plan.chunks {
+                entries.push(self.chunk_entry(&name, &region)?);
+                targets.push(Target::Chunk(name, region));
+            }
+            for (name, state) in states {
+                entries.push(self.state_entry(&name, &state));
+                targets.push(Target::State(name, state.rank));
+            }
+            let mut files = Vec::new();
+            let extents = job.write_files(entries, &mut files)?;
+            let files_before = manifest.files.len() as u64;
+            manifest.files.extend(files);
+            for (target, mut extent) in targets.into_iter().zip(extents) {
+                extent.file += files_before;
+                match target {
+                    Target::Chunk(name, region) => {
+                        let tensor = manifest.tensors.get_mut(&name);
+                        let chunks = &mut tensor.expect("the plan is of these tensors").chunks;
+                        chunks.push(ChunkEntry { region, extent });
+                    }
+                    Target::State(name, rank) => {
+                        let entries = manifest.states.entry(name).or_default();
+                        entries.push(StateEntry { rank, extent });
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The states that a rank is to write: its own, and those of ranks that are no more, in turn.
+    fn states_for(&self, rank: usize, world_size: usize) -> Vec<(String, StateEntry)> {
+        let states = self.states_of.into_iter();
+        let states = states.flat_map(|checkpoint| &checkpoint.manifest().states);
+        let entries = states.flat_map(|(name, entries)| {
+            let entries = entries.iter();
+            entries.map(|entry| (name.clone(), entry.clone()))
+        });
+        let is_its =
+            |entry: &StateEntry| entry.rank.unwrap_or(0) % world_size as u64 == rank as u64;
+        entries.filter(|(_, entry)| is_its(entry)).collect()
+    }
+
+    fn chunk_entry<'s>(&'s self, name: &str, region: &Region) -> Result<Entry<'s>> {
+        let dtype = self.source.tensors()[name].dtype;
+        let elements = region.volume().unwrap_or(u64::MAX);
+        let len = elements.saturating_mul(dtype.size() as u64);
+        let (source, progress) = (self.source, self.progress);
+        let (tensor, part) = (name.to_string(), region.clone());
+        let read = move || {
+            let bytes = source.read(&tensor, &part)?;
+            if bytes.len() as u64 != len {
+                let detail = format!("tensor \"{tensor}\": {part:?} has {} bytes", bytes.len());
+                return Err(DcpError::foreign(source.location(), detail));
+            }
+            progress(len);
+            Ok(Box::new(bytes) as HostBytes)
+        };
+        Ok(Entry {
+            name: name.to_string(),
+            dtype: dtype_name(dtype)?,
+            shape: region.sizes.clone(),
+            len,
+            bytes: Box::new(read),
+        })
+    }
+
+    fn state_entry<'s>(&'s self, name: &str, state: &StateEntry) -> Entry<'s> {
+        let len = state.extent.len;
+        let rank = state.rank;
+        let (states_of, progress) = (self.states_of, self.progress);
+        let state = name.to_string();
+        let read = move || {
+            let checkpoint = states_of.expect("the state is from there");
+            let bytes = checkpoint.bytes_of_state(&state, rank)?;
+            progress(len);
+            Ok(Box::new(bytes) as HostBytes)
+        };
+        Entry {
+            // One file may have those of several ranks.
+            name: match rank {
+                Some(rank) => format!("state:{name}:{rank}"),
+                None => format!("state:{name}"),
+            },
+            dtype: "U8",
+            shape: vec![len],
+            len,
+            bytes: Box::new(read),
+        }
+    }
+}
