@@ -135,17 +135,16 @@ impl Running {
 
     /// Waits for the thread.
     pub(crate) fn wait(&self) -> Ended {
-        let thread = self.thread.lock().unwrap_or_else(|e| e.into_inner()).take();
+        // Held while joining, so that whoever comes second finds how it ended.
         let mut ended = self.ended.lock().unwrap_or_else(|e| e.into_inner());
+        let thread = self.thread.lock().unwrap_or_else(|e| e.into_inner()).take();
         if let Some(thread) = thread {
             *ended = Some(thread.join().unwrap_or_else(|_| Ended {
                 result: Err(DcpError::argument("the thread that saves has panicked")),
                 files: Vec::new(),
             }));
         }
-        ended
-            .clone()
-            .expect("whoever took the thread has left how it ended")
+        ended.clone().expect("the thread has been joined")
     }
 }
 
