@@ -134,11 +134,13 @@ mod dtype;
 mod error;
 mod hf;
 mod host;
+mod job;
 mod load;
 mod manager;
 mod manifest;
 mod optimizer;
 mod pending;
+mod piece;
 mod region;
 mod report;
 mod rewrite;
@@ -160,6 +162,7 @@ pub use hf::{
     ExportOptions, HfCheckpoint, LayoutSource, PyTorchTensor, TensorLayout, export_safetensors,
     pytorch_layout,
 };
+pub use job::{SaveOptions, WhenBusy};
 pub use load::LoadOptions;
 pub use manager::{Better, Manager, ManagerConfig, Resume, prunable, prune};
 pub use manifest::{
@@ -170,7 +173,7 @@ pub use region::{Region, Run};
 pub use report::LoadReport;
 pub use rewrite::{reshard, write_checkpoint};
 pub use sampler::{SamplerState, ShardedSampler};
-pub use save::{SaveOptions, Saver, WhenBusy};
+pub use save::Saver;
 pub use seed::StepSeed;
 pub use snapshot::Snapshot;
 pub use source::{TensorInfo, TensorSource};

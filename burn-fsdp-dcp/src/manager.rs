@@ -4,9 +4,10 @@ use burn::module::Module;
 use burn_fsdp::{FsdpModule, ProcessGroup};
 
 use crate::checkpoint::{Checkpoint, MANIFEST};
+use crate::job::SaveOptions;
 use crate::load::agree;
 use crate::pending::PendingSave;
-use crate::save::{SaveOptions, Saver};
+use crate::save::Saver;
 use crate::snapshot::Snapshot;
 use crate::storage::Location;
 use crate::{DcpError, Result, codec};

@@ -14,9 +14,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::host;
 use crate::load::{Matching, region_of};
+use crate::piece::{Copies, Piece, State, drop_further_names};
 use crate::region::Region;
 use crate::report::LoadReport;
-use crate::snapshot::{Copies, Piece, Snapshot, drop_further_names};
 use crate::source::TensorSource;
 use crate::{DcpError, LoadOptions, Result, codec};
 
@@ -65,13 +65,12 @@ fn broken(detail: impl ToString) -> DcpError {
     }
 }
 
-/// Adds an optimizer's state to a snapshot.
-pub(crate) fn add(
-    snapshot: &mut Snapshot,
+/// An optimizer's record as tensors by name, and its scalars.
+pub(crate) fn take_apart(
     record: OptimizerRecord,
     mut specs: BTreeMap<String, ShardSpec>,
     shard_copies: Copies,
-) -> Result<()> {
+) -> Result<(BTreeMap<String, Piece>, State)> {
     drop_further_names(&mut specs);
     let paths: HashMap<u64, &String> = specs.iter().map(|(p, s)| (s.id.val(), p)).collect();
     let path_of = |id: u64| {
@@ -91,6 +90,7 @@ pub(crate) fn add(
         let fields = scalars.entry(path_of(id)?.clone()).or_default();
         fields.insert(field.to_string(), (*value).into());
     }
+    let mut pieces = BTreeMap::new();
     for tensor in reader.into_tensors().map_err(broken)? {
         let (name, dtype, shape, _, bytes) = tensor.into_parts().map_err(broken)?;
         let (id, field) = split_name(&name)?;
@@ -115,15 +115,13 @@ pub(crate) fn add(
                 is_on_host: true,
             }
         };
-        snapshot.pieces.insert(name, piece);
+        pieces.insert(name, piece);
     }
-    let bytes = codec::encode_value(SCALARS, &scalars)?;
-    let state = crate::snapshot::State {
+    let scalars = State {
         is_of_rank: false,
-        bytes,
+        bytes: codec::encode_value(SCALARS, &scalars)?,
     };
-    snapshot.states.insert(SCALARS.to_string(), state);
-    Ok(())
+    Ok((pieces, scalars))
 }
 
 /// A name of Burn's record: the parameter's id and the field.

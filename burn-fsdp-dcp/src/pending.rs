@@ -6,9 +6,9 @@ use std::thread::JoinHandle;
 
 use burn_fsdp::ProcessGroup;
 
+use crate::job::{Job, Part};
 use crate::load::{agree, on_rank};
 use crate::manifest::Manifest;
-use crate::save::{Job, Part};
 use crate::snapshot::Snapshot;
 use crate::{DcpError, Result, codec};
 

@@ -6,14 +6,13 @@ use burn::lr_scheduler::module_lr_scheduler::ModuleLrScheduler;
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::optim::{ModuleOptimizer, OptimizerRecord};
 use burn::tensor::{Bool, DType, Int, Tensor, TensorData};
-use burn_fsdp::{FsdpModule, Placement, ShardSpec, dense_specs};
+use burn_fsdp::{FsdpModule, ShardSpec, dense_specs};
 use regex::Regex;
 use serde::Serialize;
 
 use crate::host::{self, HostBytes};
-use crate::load::region_of;
-use crate::optimizer::OPTIMIZER;
-use crate::region::Region;
+use crate::optimizer::{OPTIMIZER, SCALARS};
+use crate::piece::{Copies, Piece, State, drop_further_names};
 use crate::stateful::Stateful;
 use crate::{Result, codec, optimizer};
 
@@ -37,47 +36,6 @@ pub struct Snapshot {
     pub(crate) states: BTreeMap<String, State>,
     optimizer: Option<OptimizerState>,
     excluded: Vec<Regex>,
-}
-
-/// One rank's part of a tensor.
-pub(crate) struct Piece {
-    pub(crate) dtype: DType,
-    /// Of the whole tensor.
-    pub(crate) shape: Vec<u64>,
-    pub(crate) region: Region,
-    pub(crate) copies: Copies,
-    /// Brings the part to the host.
-    pub(crate) data: Box<dyn FnOnce() -> HostBytes + Send>,
-    /// Whether it is there already.
-    pub(crate) is_on_host: bool,
-}
-
-impl std::fmt::Debug for Piece {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Piece")
-            .field("dtype", &self.dtype)
-            .field("shape", &self.shape)
-            .field("region", &self.region)
-            .finish_non_exhaustive()
-    }
-}
-
-/// Who else holds the same part.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Copies {
-    /// `count` ranks do, and this is number `index` of them.
-    Replicas { index: usize, count: usize },
-    /// Every rank does.
-    Everywhere,
-    /// Every rank holds one, but they may differ: rank 0's counts.
-    RankZero,
-}
-
-/// An encoded value.
-#[derive(Debug)]
-pub(crate) struct State {
-    pub(crate) is_of_rank: bool,
-    pub(crate) bytes: Vec<u8>,
 }
 
 impl Snapshot {
@@ -298,7 +256,9 @@ impl Snapshot {
             return Ok(());
         };
         let mut parts = Self::new(self.step);
-        optimizer::add(&mut parts, record, specs, shard_copies)?;
+        let (pieces, scalars) = optimizer::take_apart(record, specs, shard_copies)?;
+        parts.pieces = pieces;
+        parts.states.insert(SCALARS.to_string(), scalars);
         parts.excluded = self.excluded.clone();
         parts.assign(rank, world_size);
         self.pieces.append(&mut parts.pieces);
@@ -320,52 +280,6 @@ impl std::fmt::Debug for OptimizerState {
             .field("record", &self.record)
             .finish_non_exhaustive()
     }
-}
-
-impl Piece {
-    fn bytes(&self) -> u64 {
-        self.region.volume().unwrap_or(0) * self.dtype.size() as u64
-    }
-
-    fn leave_to_others(&mut self) {
-        self.region.sizes.fill(0);
-        if self.region.sizes.is_empty() {
-            // A scalar has no dimension to be empty in.
-            self.region = Region {
-                offsets: vec![0],
-                sizes: vec![0],
-            };
-        }
-        self.data = Box::new(|| unreachable!("another rank writes this"));
-    }
-
-    /// The part of a tensor that `spec` describes, which `data` brings without padding.
-    pub(crate) fn new(
-        spec: &ShardSpec,
-        dtype: DType,
-        shard_copies: Copies,
-        is_on_host: bool,
-        data: impl FnOnce() -> HostBytes + Send + 'static,
-    ) -> Self {
-        Self {
-            dtype,
-            shape: spec.global_shape.iter().map(|n| *n as u64).collect(),
-            region: region_of(spec),
-            copies: match spec.placement {
-                _ if spec.is_buffer => Copies::RankZero,
-                Placement::Replicate => Copies::Everywhere,
-                Placement::Shard(_) => shard_copies,
-            },
-            data: Box::new(data),
-            is_on_host,
-        }
-    }
-}
-
-/// Leaves one name to each parameter, the first of its names.
-pub(crate) fn drop_further_names(specs: &mut BTreeMap<String, ShardSpec>) {
-    let mut seen = std::collections::HashSet::new();
-    specs.retain(|_, spec| seen.insert(spec.id));
 }
 
 fn check_free(name: &str) -> Result<()> {

@@ -1,0 +1,392 @@
+//! One save: every rank writes its files, and rank 0 makes a checkpoint of them.
+//!
+//! The manifest is the commit. Shard files have the checkpoint's id in their names, so they never touch
+//! those of another checkpoint in the same directory; until the manifest is put in place, in one step,
+//! there is the old checkpoint or none, and from then on the new.
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use burn_fsdp::ProcessGroup;
+use serde::{Deserialize, Serialize};
+
+use crate::checkpoint::MANIFEST;
+use crate::dtype::dtype_name;
+use crate::load::on_rank;
+use crate::manifest::{
+    CheckpointId, ChunkEntry, Extent, FileEntry, Manifest, StateEntry, TensorEntry,
+};
+use crate::region::volume;
+use crate::shard_file::{self, Entry};
+use crate::snapshot::Snapshot;
+use crate::storage::Location;
+use crate::{DcpError, Result, codec};
+
+/// How to save.
+#[derive(Clone, Debug)]
+pub struct SaveOptions {
+    pub(crate) overwrite: bool,
+    pub(crate) max_file_bytes: u64,
+    pub(crate) timeout: Duration,
+    pub(crate) when_busy: WhenBusy,
+}
+
+/// What an asynchronous save does while another is under way.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum WhenBusy {
+    /// Waits until it has ended.
+    Wait,
+    /// Fails with [`DcpError::SaveUnderWay`].
+    Fail,
+}
+
+impl Default for SaveOptions {
+    fn default() -> Self {
+        Self {
+            overwrite: false,
+            max_file_bytes: 8 << 30,
+            timeout: Duration::from_secs(600),
+            when_busy: WhenBusy::Wait,
+        }
+    }
+}
+
+impl SaveOptions {
+    /// The defaults: no overwriting, files of 8 GiB, ten minutes for the slowest rank.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Consents to replace a checkpoint in the same directory. It stays until the new one is whole.
+    pub fn with_overwrite(mut self, overwrite: bool) -> Self {
+        self.overwrite = overwrite;
+        self
+    }
+
+    /// Begins a further file when one has so many bytes. A tensor is never split between files.
+    pub fn with_max_file_bytes(mut self, bytes: u64) -> Self {
+        self.max_file_bytes = bytes;
+        self
+    }
+
+    /// How long an asynchronous save waits for the other ranks' parts.
+    pub fn with_timeout(mut self, timeout: Duration) -> Self {
+        self.timeout = timeout;
+        self
+    }
+
+    /// What an asynchronous save does while another is under way.
+    pub fn with_when_busy(mut self, when_busy: WhenBusy) -> Self {
+        self.when_busy = when_busy;
+        self
+    }
+}
+
+/// One save on one rank.
+#[derive(Clone, Debug)]
+pub(crate) struct Job {
+    pub(crate) location: Location,
+    pub(crate) id: CheckpointId,
+    pub(crate) step: u64,
+    pub(crate) rank: usize,
+    pub(crate) world_size: usize,
+    pub(crate) options: SaveOptions,
+}
+
+/// What one rank has written.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct Part {
+    step: u64,
+    metrics: BTreeMap<String, f64>,
+    files: Vec<FileEntry>,
+    /// All tensors that the rank knows of, with the chunks that it has written.
+    tensors: BTreeMap<String, TensorEntry>,
+    states: BTreeMap<String, StateEntry>,
+}
+
+impl Part {
+    pub(crate) fn file_names(&self) -> impl Iterator<Item = String> {
+        self.files.iter().map(|file| file.name.clone())
+    }
+}
+
+impl Job {
+    /// On rank 0: whether this save may go into its directory.
+    pub(crate) fn check_free(&self) -> Result<()> {
+        if self.rank == 0 && !self.options.overwrite && self.location.read(MANIFEST)?.is_some() {
+            let path = self.location.to_string();
+            return Err(DcpError::AlreadyExists { path });
+        }
+        Ok(())
+    }
+
+    /// Writes this rank's shard files, from a snapshot of what has been assigned to it; leaves nothing
+    /// behind if it can't.
+    pub(crate) fn write(&self, mut snapshot: Snapshot) -> Result<Part> {
+        snapshot.take_optimizer_apart(self.rank, self.world_size)?;
+        let mut part = Part {
+            step: self.step,
+            metrics: snapshot.metrics,
+            files: Vec::new(),
+            tensors: BTreeMap::new(),
+            states: BTreeMap::new(),
+        };
+        let mut targets = Vec::new();
+        let mut entries = Vec::new();
+        for (name, piece) in snapshot.pieces {
+            let dtype = dtype_name(piece.dtype)?;
+            let tensor = TensorEntry {
+                dtype: dtype.to_string(),
+                shape: piece.shape,
+                chunks: Vec::new(),
+            };
+            part.tensors.insert(name.clone(), tensor);
+            if piece.region.is_empty() {
+                continue;
+            }
+            let elements = volume(&piece.region.sizes).unwrap_or(u64::MAX);
+            targets.push(Target::Chunk(name.clone(), piece.region.clone()));
+            entries.push(Entry {
+                name,
+                dtype,
+                shape: piece.region.sizes,
+                len: elements * piece.dtype.size() as u64,
+                bytes: Box::new(move || Ok((piece.data)())),
+            });
+        }
+        for (name, state) in snapshot.states {
+            let len = state.bytes.len() as u64;
+            targets.push(Target::State(name.clone(), state.is_of_rank));
+            entries.push(Entry {
+                name: format!("state:{name}"),
+                dtype: "U8",
+                shape: vec![len],
+                len,
+                bytes: Box::new(move || Ok(Box::new(state.bytes))),
+            });
+        }
+        let extents = self.write_files(entries, &mut part.files)?;
+        for (target, extent) in targets.into_iter().zip(extents) {
+            match target {
+                Target::Chunk(name, region) => {
+                    let tensor = part.tensors.get_mut(&name).expect("it was inserted above");
+                    tensor.chunks.push(ChunkEntry { region, extent });
+                }
+                Target::State(name, is_of_rank) => {
+                    let rank = is_of_rank.then_some(self.rank as u64);
+                    part.states.insert(name, StateEntry { rank, extent });
+                }
+            }
+        }
+        Ok(part)
+    }
+
+    /// Writes entries into as many files as they need.
+    pub(crate) fn write_files(
+        &self,
+        entries: Vec<Entry<'_>>,
+        files: &mut Vec<FileEntry>,
+    ) -> Result<Vec<Extent>> {
+        let mut extents = Vec::with_capacity(entries.len());
+        let mut rest = entries.into_iter().peekable();
+        while rest.peek().is_some() {
+            let mut bytes = 0;
+            let mut of_file = Vec::new();
+            while let Some(entry) = rest.next_if(|entry| {
+                of_file.is_empty() || bytes + entry.len <= self.options.max_file_bytes
+            }) {
+                bytes += entry.len;
+                of_file.push(entry);
+            }
+            let index = files.len();
+            let name = self.file_name(index);
+            let (rank, index) = (self.rank as u64, index as u64);
+            match shard_file::write(&self.location, &name, rank, index, self.id, of_file) {
+                Ok((file, written)) => {
+                    files.push(file);
+                    extents.extend(written);
+                }
+                Err(error) => {
+                    let written = files.drain(..).map(|file| file.name);
+                    self.remove(&written.chain([name]).collect::<Vec<_>>());
+                    return Err(error);
+                }
+            }
+        }
+        Ok(extents)
+    }
+
+    fn file_name(&self, index: usize) -> String {
+        format!("shard-{}-{:05}-{index:03}.safetensors", self.id, self.rank)
+    }
+
+    /// The name of the file by which a rank hands its part to rank 0 in the background.
+    pub(crate) fn part_name(&self, rank: usize) -> String {
+        format!("part-{}-{rank:05}", self.id)
+    }
+
+    /// Removes what a failed save has written, unless it is a checkpoint all the same: the last step of
+    /// putting the manifest in place may have failed after it was there.
+    pub(crate) fn undo(&self, names: &[String]) {
+        let is_this = |bytes: Vec<u8>| {
+            let manifest = codec::decode_table::<Manifest>(&bytes, MANIFEST);
+            manifest.is_ok_and(|manifest| manifest.id == self.id)
+        };
+        match self
+            .location
+            .read(MANIFEST)
+            .map(|bytes| bytes.is_some_and(is_this))
+        {
+            Ok(false) => self.remove(names),
+            _ => log::warn!(
+                "files of a save that failed late are left in {}",
+                self.location
+            ),
+        }
+    }
+
+    /// Removes files of this save, as far as that can be done.
+    fn remove(&self, names: &[String]) {
+        for name in names {
+            if let Err(error) = self.location.remove(name) {
+                log::warn!("a file of a failed save is left: {error}");
+            }
+        }
+        // Only if the save has made it.
+        let _ = self.location.remove_if_empty();
+    }
+
+    /// On rank 0: makes a checkpoint of all ranks' parts.
+    pub(crate) fn commit_encoded(&self, parts: Vec<Vec<u8>>) -> Result<Manifest> {
+        let decode = |bytes: &Vec<u8>| codec::decode_table(bytes, "a rank's part");
+        self.commit(parts.iter().map(decode).collect::<Result<_>>()?)
+    }
+
+    pub(crate) fn commit(&self, parts: Vec<Part>) -> Result<Manifest> {
+        self.put_in_place(self.merge(parts)?)
+    }
+
+    /// Makes a checkpoint of shard files that are there.
+    pub(crate) fn put_in_place(&self, manifest: Manifest) -> Result<Manifest> {
+        manifest.validate(&self.location.display_file(MANIFEST))?;
+        self.location
+            .replace(MANIFEST, &codec::encode_table(&manifest))?;
+        self.remove_all_but(&manifest);
+        Ok(manifest)
+    }
+
+    fn merge(&self, parts: Vec<Part>) -> Result<Manifest> {
+        let now = SystemTime::now()
+            .duration_since(UNIX_EPOCH)
+            .unwrap_or_default();
+        let mut manifest = Manifest {
+            id: self.id,
+            step: self.step,
+            created: now.as_secs(),
+            world_size: self.world_size as u64,
+            metrics: BTreeMap::new(),
+            files: Vec::new(),
+            tensors: BTreeMap::new(),
+            states: BTreeMap::new(),
+        };
+        for (rank, part) in parts.into_iter().enumerate() {
+            if part.step != self.step {
+                let detail = format!("it saves step {}, and rank 0 step {}", part.step, self.step);
+                return Err(on_rank(rank, DcpError::argument(detail)));
+            }
+            if rank == 0 {
+                manifest.metrics = part.metrics;
+            }
+            let files_before = manifest.files.len() as u64;
+            let moved = |mut extent: Extent| {
+                extent.file += files_before;
+                extent
+            };
+            manifest.files.extend(part.files);
+            for (name, tensor) in part.tensors {
+                let merged = manifest
+                    .tensors
+                    .entry(name.clone())
+                    .or_insert_with(|| TensorEntry {
+                        chunks: Vec::new(),
+                        ..tensor.clone()
+                    });
+                if (&merged.dtype, &merged.shape) != (&tensor.dtype, &tensor.shape) {
+                    let detail = format!(
+                        "it has tensor \"{name}\" as {} {:?}, and lower ranks as {} {:?}",
+                        tensor.dtype, tensor.shape, merged.dtype, merged.shape
+                    );
+                    return Err(on_rank(rank, DcpError::argument(detail)));
+                }
+                let chunks = tensor.chunks.into_iter();
+                merged.chunks.extend(chunks.map(|chunk| ChunkEntry {
+                    extent: moved(chunk.extent),
+                    ..chunk
+                }));
+            }
+            for (name, state) in part.states {
+                let extent = moved(state.extent);
+                let entry = StateEntry { extent, ..state };
+                manifest.states.entry(name).or_default().push(entry);
+            }
+        }
+        Ok(manifest)
+    }
+
+    /// Removes what other saves have left in the directory, be they replaced or failed.
+    fn remove_all_but(&self, manifest: &Manifest) {
+        let is_ours = |name: &str| name.starts_with("shard-") || name.starts_with("part-");
+        let is_used = |name: &str| manifest.files.iter().any(|file| file.name == name);
+        let names = self.location.list().unwrap_or_default();
+        let stale = { names }
+            .into_iter()
+            .filter(|name| is_ours(name) && !is_used(name));
+        self.remove(&stale.collect::<Vec<_>>());
+    }
+
+    /// On rank 0: waits for the parts of all ranks, as files; until `is_hopeless`.
+    pub(crate) fn await_parts(
+        &self,
+        group: &ProcessGroup,
+        is_hopeless: &AtomicBool,
+    ) -> Result<Vec<Vec<u8>>> {
+        let start = Instant::now();
+        let mut parts: Vec<Option<Vec<u8>>> = vec![None; self.world_size];
+        let mut nap = Duration::from_millis(1);
+        loop {
+            for (rank, part) in parts.iter_mut().enumerate() {
+                if part.is_none() {
+                    *part = self.location.read(&self.part_name(rank))?;
+                }
+            }
+            let missing = || {
+                (0..parts.len())
+                    .filter(|&r| parts[r].is_none())
+                    .collect::<Vec<_>>()
+            };
+            if missing().is_empty() {
+                return Ok(parts.into_iter().flatten().collect());
+            }
+            if let Some(failure) = group.failure() {
+                return Err(failure.into());
+            }
+            let is_late = start.elapsed() >= self.options.timeout;
+            if is_late || is_hopeless.load(Ordering::Acquire) {
+                return Err(DcpError::SaveTimeout {
+                    missing: missing(),
+                    seconds: self.options.timeout.as_secs(),
+                });
+            }
+            std::thread::sleep(nap);
+            nap = (nap * 2).min(Duration::from_millis(100));
+        }
+    }
+}
+
+/// What an entry of a shard file is.
+enum Target {
+    Chunk(String, crate::Region),
+    /// Whether it is a state of this rank only.
+    State(String, bool),
+}
