@@ -6,9 +6,9 @@ use burn::tensor::{DType, TensorData};
 use burn_fsdp_dcp::{DcpError, Region, Result, TensorInfo, TensorSource};
 use clap::{Args, ValueEnum};
 use indicatif::ProgressBar;
+use regex::Regex;
 
 use crate::failure::Failure;
-use crate::text;
 
 /// Which tensors are taken, under which names and as what type.
 #[derive(Debug, Args)]
@@ -58,7 +58,7 @@ pub(crate) struct Selection<'a> {
 impl<'a> Selection<'a> {
     pub(crate) fn new(source: &'a dyn TensorSource, choice: &Choice) -> Result<Self, Failure> {
         let filter = { choice.filter.as_ref() }
-            .map(|pattern| text::regex("--filter", pattern))
+            .map(|pattern| regex("--filter", pattern))
             .transpose()?;
         let mut renames = Vec::new();
         for rename in &choice.rename {
@@ -68,7 +68,7 @@ impl<'a> Selection<'a> {
                     "--rename \"{rename}\" has no \"=\"; write REGEX=REPLACEMENT"
                 )));
             };
-            renames.push((text::regex("--rename", pattern)?, to));
+            renames.push((regex("--rename", pattern)?, to));
         }
         let mut infos = BTreeMap::new();
         let mut names: BTreeMap<String, String> = BTreeMap::new();
@@ -147,4 +147,17 @@ pub(crate) fn cast(bytes: Vec<u8>, from: DType, to: DType) -> Result<Vec<u8>, St
     let data = TensorData::from_bytes_vec(bytes, [count], from);
     let data = data.try_cast(to).map_err(|error| error.to_string())?;
     Ok(data.into_parts().0.to_vec())
+}
+
+/// A regular expression given as an option.
+fn regex(option: &str, pattern: &str) -> Result<Regex, Failure> {
+    Regex::new(pattern).map_err(|error| {
+        let text = error.to_string();
+        // The last line says what is wrong, those before show where.
+        let why = text.lines().last().unwrap_or(&text);
+        let why = why.trim_start_matches("error: ");
+        Failure::of(format!(
+            "{option} \"{pattern}\" is no regular expression: {why}; put a \\ before what is meant as it is"
+        ))
+    })
 }

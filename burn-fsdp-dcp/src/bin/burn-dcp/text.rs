@@ -2,9 +2,6 @@
 
 use burn::tensor::DType;
 use burn_fsdp_dcp::{DcpError, TorchValue, dtype_name};
-use regex::Regex;
-
-use crate::failure::Failure;
 
 /// Line breaks and runs of spaces become single spaces.
 pub(crate) fn one_line(text: &str) -> String {
@@ -81,19 +78,6 @@ pub(crate) fn torch_value(value: &TorchValue) -> String {
         TorchValue::Unsupported(why) => format!("(not read: {why})"),
         other => format!("{other:?}"),
     }
-}
-
-/// A regular expression given as an option.
-pub(crate) fn regex(option: &str, pattern: &str) -> Result<Regex, Failure> {
-    Regex::new(pattern).map_err(|error| {
-        let text = error.to_string();
-        // The last line says what is wrong, those before show where.
-        let why = text.lines().last().unwrap_or(&text);
-        let why = why.trim_start_matches("error: ");
-        Failure::of(format!(
-            "{option} \"{pattern}\" is no regular expression: {why}; put a \\ before what is meant as it is"
-        ))
-    })
 }
 
 /// The names most like one that isn't there.
