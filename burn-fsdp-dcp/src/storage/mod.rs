@@ -224,3 +224,24 @@ impl From<&Location> for Location {
         location.clone()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_has_no_scheme_is_a_path() {
+        let location = Location::from_url("runs/a:b").unwrap();
+        assert_eq!(
+            location.to_string(),
+            Path::new("runs/a:b").to_string_lossy()
+        );
+    }
+
+    #[cfg(not(feature = "aws"))]
+    #[test]
+    fn a_url_whose_feature_is_missing_is_refused_with_its_name() {
+        let error = Location::from_url("s3://bucket/run").unwrap_err();
+        assert!(error.to_string().contains("\"aws\""), "{error}");
+    }
+}
