@@ -178,6 +178,8 @@ pub use seed::StepSeed;
 pub use snapshot::Snapshot;
 pub use source::{TensorInfo, TensorSource};
 pub use stateful::Stateful;
+#[cfg(feature = "object-store")]
+pub use storage::ObjectStorage;
 pub use storage::{LocalStorage, Location, ReadFile, Storage, WriteFile};
 pub use tiling::check_tiling;
 pub use torch::{TorchCheckpoint, TorchValue, export_torch};

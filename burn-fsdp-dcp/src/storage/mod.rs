@@ -4,6 +4,8 @@
 //! from the moment that its manifest does, and manifests are replaced by [`Storage::replace`] alone.
 
 mod local;
+#[cfg(feature = "object-store")]
+mod object;
 
 use std::fmt::Debug;
 use std::io::Write;
@@ -13,6 +15,8 @@ use std::sync::Arc;
 use crate::Result;
 
 pub use local::LocalStorage;
+#[cfg(feature = "object-store")]
+pub use object::ObjectStorage;
 
 /// A place for files under names with `/` between directories. Shared by all ranks.
 pub trait Storage: Debug + Send + Sync {
@@ -93,7 +97,7 @@ pub trait ReadFile: Debug + Send + Sync {
     fn read_at(&self, buffer: &mut [u8], offset: u64) -> Result<()>;
 }
 
-/// A directory in a storage. Made from a path, or [`of`](Self::of) any storage.
+/// A directory in a storage. Made from a path, [from a URL](Self::from_url), or [`of`](Self::of) any storage.
 #[derive(Clone, Debug)]
 pub struct Location {
     storage: Arc<dyn Storage>,
@@ -105,6 +109,35 @@ impl Location {
     pub fn of(storage: Arc<dyn Storage>, dir: impl Into<String>) -> Self {
         let dir = dir.into().trim_matches('/').to_string();
         Self { storage, dir }
+    }
+
+    /// What a URL names, such as `s3://bucket/run`; or a path, if it has no scheme. With the feature
+    /// `object-store`, and that of a cloud, as `ObjectStorage::from_url` has it.
+    ///
+    /// `memory:///` is empty each time. Ranks that share one share the location.
+    ///
+    /// # Errors
+    ///
+    /// [`DcpError::InvalidArgument`](crate::DcpError::InvalidArgument) if it is no such URL, or needs a
+    /// feature that this build lacks, which it names.
+    pub fn from_url(url: &str) -> Result<Self> {
+        match url.split_once("://") {
+            None => Ok(Self::from(url)),
+            Some((scheme, _)) => Self::in_object_store(scheme, url),
+        }
+    }
+
+    #[cfg(feature = "object-store")]
+    fn in_object_store(_scheme: &str, url: &str) -> Result<Self> {
+        Ok(Self::of(Arc::new(ObjectStorage::from_url(url)?), ""))
+    }
+
+    #[cfg(not(feature = "object-store"))]
+    fn in_object_store(scheme: &str, _url: &str) -> Result<Self> {
+        Err(crate::DcpError::argument(format!(
+            "{scheme} URLs need the feature \"object-store\" of burn-fsdp-dcp, or that of their cloud: \
+             \"aws\", \"gcp\" or \"azure\""
+        )))
     }
 
     /// A directory or file in this one.
@@ -189,5 +222,26 @@ impl From<&str> for Location {
 impl From<&Location> for Location {
     fn from(location: &Location) -> Self {
         location.clone()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_has_no_scheme_is_a_path() {
+        let location = Location::from_url("runs/a:b").unwrap();
+        assert_eq!(
+            location.to_string(),
+            Path::new("runs/a:b").to_string_lossy()
+        );
+    }
+
+    #[cfg(not(feature = "aws"))]
+    #[test]
+    fn a_url_whose_feature_is_missing_is_refused_with_its_name() {
+        let error = Location::from_url("s3://bucket/run").unwrap_err();
+        assert!(error.to_string().contains("\"aws\""), "{error}");
     }
 }
