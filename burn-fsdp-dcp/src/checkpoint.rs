@@ -9,6 +9,7 @@ use burn::lr_scheduler::module_lr_scheduler::ModuleLrScheduler;
 use burn::module::Module;
 use burn::optim::ModuleOptimizer;
 use burn_fsdp::{FsdpModule, ProcessGroup, dense_specs};
+use ciborium::Value;
 use rayon::prelude::*;
 use serde::de::DeserializeOwned;
 use std::sync::Mutex;
@@ -142,9 +143,11 @@ impl Checkpoint {
         if !same_size || !self.manifest.states.contains_key(RUNNING) {
             return Ok(BTreeMap::new());
         }
-        let own: Option<BTreeMap<String, Vec<u8>>> = self.rank_state(RUNNING, group.rank())?;
-        let named = |(path, bytes)| (format!("{MODEL}{path}"), bytes);
-        Ok(own.into_iter().flatten().map(named).collect())
+        let own: Option<BTreeMap<String, Value>> = self.rank_state(RUNNING, group.rank())?;
+        let bytes = |(path, value): (String, Value)| {
+            Some((format!("{MODEL}{path}"), value.into_bytes().ok()?))
+        };
+        Ok(own.into_iter().flatten().filter_map(bytes).collect())
     }
 
     /// Loads the model that was saved into one that is not sharded. Does not communicate.
@@ -254,8 +257,7 @@ impl Checkpoint {
     ///
     /// As [`state`](Self::state).
     pub fn load_stateful(&self, name: &str, object: &mut impl Stateful) -> Result<()> {
-        object.load_state(self.state(name)?);
-        Ok(())
+        object.load_state(self.state(name)?)
     }
 
     fn entries_of_state(&self, name: &str) -> Result<&[crate::StateEntry]> {
@@ -280,6 +282,8 @@ impl Checkpoint {
                 None => "it was saved rank by rank".to_string(),
             },
         })?;
+        // Opened first, as that shows whether there are as many bytes.
+        self.file(entry.extent.file as usize)?;
         let mut bytes = vec![0; entry.extent.len as usize];
         self.read_blocks(&entry.extent, name, &[], 0, &mut bytes)?;
         Ok(bytes)
@@ -464,8 +468,14 @@ impl TensorSource for Checkpoint {
             )));
         }
         let size = info.dtype.size() as u64;
+        // Opened first, as that shows whether there are as many bytes.
+        let chunks = &self.manifest.tensors[name].chunks;
+        let needed = |chunk: &&crate::ChunkEntry| chunk.region.intersection(region).is_some();
+        for chunk in chunks.iter().filter(needed) {
+            self.file(chunk.extent.file as usize)?;
+        }
         let mut out = vec![0; (region.volume().unwrap_or(0) * size) as usize];
-        for chunk in &self.manifest.tensors[name].chunks {
+        for chunk in chunks {
             self.read_chunk(name, chunk, region, size, &mut out)?;
         }
         Ok(out)

@@ -32,7 +32,7 @@ pub struct SaveOptions {
     pub(crate) when_busy: WhenBusy,
 }
 
-/// What an asynchronous save does while another is under way.
+/// What an asynchronous save does while another is under way, on any rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WhenBusy {
     /// Waits until it has ended.
@@ -58,7 +58,8 @@ impl SaveOptions {
         Self::default()
     }
 
-    /// Consents to replace a checkpoint in the same directory. It stays until the new one is whole.
+    /// Consents to replace a checkpoint in the same directory. It stays until the new one is whole; who
+    /// has it open then must open it anew.
     pub fn with_overwrite(mut self, overwrite: bool) -> Self {
         self.overwrite = overwrite;
         self
@@ -70,7 +71,8 @@ impl SaveOptions {
         self
     }
 
-    /// How long an asynchronous save waits for the other ranks' parts.
+    /// How long rank 0 waits in the background for the other ranks' parts. Those who finish the save
+    /// wait no longer than the group's own timeout.
     pub fn with_timeout(mut self, timeout: Duration) -> Self {
         self.timeout = timeout;
         self
@@ -97,6 +99,7 @@ pub(crate) struct Job {
 /// What one rank has written.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct Part {
+    id: CheckpointId,
     step: u64,
     metrics: BTreeMap<String, f64>,
     files: Vec<FileEntry>,
@@ -112,6 +115,18 @@ impl Part {
 }
 
 impl Job {
+    /// Checks that all ranks make the same save. All ranks must call this.
+    pub(crate) fn agree(&self, group: &ProcessGroup) -> Result<()> {
+        let about = (self.location.to_string(), self.step, self.id);
+        let all = group.all_gather_bytes(codec::encode_table(&about))?;
+        if all.iter().any(|other| *other != all[0]) {
+            return Err(DcpError::argument(
+                "ranks save different steps, to different places, or not equally often",
+            ));
+        }
+        Ok(())
+    }
+
     /// On rank 0: whether this save may go into its directory.
     pub(crate) fn check_free(&self) -> Result<()> {
         if self.rank == 0 && !self.options.overwrite && self.location.read(MANIFEST)?.is_some() {
@@ -124,8 +139,10 @@ impl Job {
     /// Writes this rank's shard files, from a snapshot of what has been assigned to it; leaves nothing
     /// behind if it can't.
     pub(crate) fn write(&self, mut snapshot: Snapshot) -> Result<Part> {
+        snapshot.check()?;
         snapshot.take_optimizer_apart(self.rank, self.world_size)?;
         let mut part = Part {
+            id: self.id,
             step: self.step,
             metrics: snapshot.metrics,
             files: Vec::new(),
@@ -228,7 +245,13 @@ impl Job {
 
     /// Removes what a failed save has written, unless it is a checkpoint all the same: the last step of
     /// putting the manifest in place may have failed after it was there.
-    pub(crate) fn undo(&self, names: &[String]) {
+    ///
+    /// Not for a failure of the group: it tells nothing of what rank 0 does, which may be about to
+    /// commit. What is left then is removed by the next save.
+    pub(crate) fn undo(&self, error: &DcpError, names: &[String]) {
+        if matches!(error, DcpError::Group(_)) {
+            return;
+        }
         let is_this = |bytes: Vec<u8>| {
             let manifest = codec::decode_table::<Manifest>(&bytes, MANIFEST);
             manifest.is_ok_and(|manifest| manifest.id == self.id)
@@ -253,8 +276,6 @@ impl Job {
                 log::warn!("a file of a failed save is left: {error}");
             }
         }
-        // Only if the save has made it.
-        let _ = self.location.remove_if_empty();
     }
 
     /// On rank 0: makes a checkpoint of all ranks' parts.
@@ -270,6 +291,7 @@ impl Job {
     /// Makes a checkpoint of shard files that are there.
     pub(crate) fn put_in_place(&self, manifest: Manifest) -> Result<Manifest> {
         manifest.validate(&self.location.display_file(MANIFEST))?;
+        self.check_files(&manifest)?;
         self.location
             .replace(MANIFEST, &codec::encode_table(&manifest))?;
         self.remove_all_but(&manifest);
@@ -291,6 +313,10 @@ impl Job {
             states: BTreeMap::new(),
         };
         for (rank, part) in parts.into_iter().enumerate() {
+            if part.id != self.id {
+                let detail = "it has made another number of saves than rank 0";
+                return Err(on_rank(rank, DcpError::argument(detail)));
+            }
             if part.step != self.step {
                 let detail = format!("it saves step {}, and rank 0 step {}", part.step, self.step);
                 return Err(on_rank(rank, DcpError::argument(detail)));
@@ -334,15 +360,36 @@ impl Job {
         Ok(manifest)
     }
 
-    /// Removes what other saves have left in the directory, be they replaced or failed.
+    /// Removes what other saves have left in the directory, be they replaced or failed; but not what a
+    /// later save of this run may be writing already.
     fn remove_all_but(&self, manifest: &Manifest) {
-        let is_ours = |name: &str| name.starts_with("shard-") || name.starts_with("part-");
         let is_used = |name: &str| manifest.files.iter().any(|file| file.name == name);
+        let is_stale = |name: &String| {
+            let id = id_in_name(name);
+            id.is_some_and(|id| !id.is_later_in_run(self.id)) && !is_used(name)
+        };
         let names = self.location.list().unwrap_or_default();
-        let stale = { names }
-            .into_iter()
-            .filter(|name| is_ours(name) && !is_used(name));
-        self.remove(&stale.collect::<Vec<_>>());
+        self.remove(&names.into_iter().filter(is_stale).collect::<Vec<_>>());
+    }
+
+    /// Checks that the files of a manifest are there, whole, before it names them.
+    fn check_files(&self, manifest: &Manifest) -> Result<()> {
+        for entry in &manifest.files {
+            let path = self.location.path(&entry.name);
+            let display = || self.location.display_file(&entry.name);
+            match self.location.storage().open(&path)? {
+                None => return Err(DcpError::MissingFile { file: display() }),
+                Some(file) if file.len() != entry.len => {
+                    return Err(DcpError::WrongLength {
+                        file: display(),
+                        expected: entry.len,
+                        found: file.len(),
+                    });
+                }
+                Some(_) => {}
+            }
+        }
+        Ok(())
     }
 
     /// On rank 0: waits for the parts of all ranks, as files; until `is_hopeless`.
@@ -382,6 +429,22 @@ impl Job {
             nap = (nap * 2).min(Duration::from_millis(100));
         }
     }
+}
+
+/// The checkpoint that a file is of, by its name: that of a shard file or of a part.
+pub(crate) fn id_in_name(name: &str) -> Option<CheckpointId> {
+    let name = name.strip_suffix(".tmp").unwrap_or(name);
+    let rest = match name.strip_prefix("shard-") {
+        Some(rest) => rest.strip_suffix(".safetensors")?,
+        None => name.strip_prefix("part-")?,
+    };
+    let (id, numbers) = rest.split_once('-')?;
+    let is_number = |text: &str| text.len() >= 3 && text.bytes().all(|b| b.is_ascii_digit());
+    let is_id = id.len() == 32 && id.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'));
+    if !is_id || !numbers.split('-').all(is_number) {
+        return None;
+    }
+    u128::from_str_radix(id, 16).ok().map(CheckpointId)
 }
 
 /// What an entry of a shard file is.

@@ -112,9 +112,8 @@ impl Matching {
                 matching.report.ignored.push(name.clone());
                 continue;
             }
-            // A tied parameter may be there under any of its names.
-            let source_name = offered.get(name).or(under_any_name.get(&spec.id));
-            match source_name {
+            // A tied parameter may be there under any of its names; the first has its way.
+            match under_any_name.get(&spec.id) {
                 Some(source_name) => matching.add(name, spec, source_name, source, options),
                 None => matching.report.missing.push(name.clone()),
             }
@@ -247,6 +246,10 @@ impl LoadTensors<'_> {
             Some(bytes) => bytes.clone(),
             None => self.source.read(source_name, &region)?,
         };
+        if matches!(dtype, DType::Bool(_)) && bytes.iter().any(|byte| *byte > 1) {
+            let detail = format!("tensor \"{source_name}\" has booleans that are neither 0 nor 1");
+            return Err(DcpError::corrupt(self.source.location(), detail));
+        }
         let local = TensorData::from_bytes(Bytes::from_bytes_vec(bytes), spec.sizes.clone(), dtype);
         let local = if dtype.is_float() {
             local.convert_dtype(spec.dtype)

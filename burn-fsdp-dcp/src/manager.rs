@@ -1,10 +1,12 @@
 //! The checkpoints of a run: when to save, what to keep, where to go on.
 
+use std::collections::{BTreeMap, BTreeSet};
+
 use burn::module::Module;
 use burn_fsdp::{FsdpModule, ProcessGroup};
 
 use crate::checkpoint::{Checkpoint, MANIFEST};
-use crate::job::SaveOptions;
+use crate::job::{SaveOptions, id_in_name};
 use crate::load::agree;
 use crate::pending::PendingSave;
 use crate::save::Saver;
@@ -101,6 +103,8 @@ pub struct Manager {
     config: ManagerConfig,
     saver: Saver,
     pending: Option<PendingSave>,
+    /// Steps whose checkpoints were passed over.
+    damaged: BTreeSet<u64>,
 }
 
 /// Where to go on.
@@ -130,10 +134,11 @@ impl Manager {
             saver: Saver::new(group, config.options.clone())?,
             config,
             pending: None,
+            damaged: BTreeSet::new(),
         })
     }
 
-    /// Whether a checkpoint is due after this step.
+    /// Whether a checkpoint is due after this step. Does not communicate.
     pub fn is_due(&self, step: u64) -> bool {
         let interval = self.config.interval;
         interval.is_some_and(|n| step > 0 && step.is_multiple_of(n))
@@ -150,13 +155,17 @@ impl Manager {
     /// As [`Saver::save`], equal on all ranks.
     pub fn save(&mut self, snapshot: Snapshot) -> Result<()> {
         self.finish()?;
-        let location = self.step(snapshot.step);
+        let step = snapshot.step;
+        let location = self.step(step);
+        // A damaged checkpoint may be replaced without asking.
+        let overwrite = self.config.options.overwrite || self.damaged.contains(&step);
+        self.saver.set_overwrite(overwrite);
         if self.config.in_background {
             self.pending = Some(self.saver.save_async(location, snapshot)?);
             return Ok(());
         }
         self.saver.save(location, snapshot)?;
-        self.prune()
+        self.prune(step)
     }
 
     /// Waits for a save in the background. All ranks must call this, before a run ends.
@@ -168,8 +177,8 @@ impl Manager {
         let Some(pending) = self.pending.take() else {
             return Ok(());
         };
-        pending.finish()?;
-        self.prune()
+        let step = pending.finish()?.step;
+        self.prune(step)
     }
 
     /// Saves a model alone, for use and not for going on, into the directory `model`; it replaces the
@@ -186,15 +195,15 @@ impl Manager {
         saver.save(self.root.join(MODEL_ONLY), snapshot).map(drop)
     }
 
-    /// The newest good checkpoint: every byte of it has been read, each rank having taken its share,
-    /// and found right. None if there is no checkpoint at all. All ranks must call this; all get the
+    /// The good checkpoint of the highest step: every byte of it has been read, each rank having taken its share,
+    /// and found right. Damaged ones that are passed over give way to what is saved from then on. None if there is no checkpoint at all. All ranks must call this; all get the
     /// same one.
     ///
     /// # Errors
     ///
     /// Equal on all ranks: [`DcpError::NoneValid`] if there are checkpoints and none is good; a failure
     /// of the group.
-    pub fn latest(&self) -> Result<Option<Resume>> {
+    pub fn latest(&mut self) -> Result<Option<Resume>> {
         let steps = match self.group.rank() {
             0 => self.steps(),
             _ => Ok(Vec::new()),
@@ -206,6 +215,7 @@ impl Manager {
         for &step in steps.iter().rev() {
             match self.open_verified(step) {
                 Ok(checkpoint) => {
+                    self.damaged = skipped.iter().map(|(step, _)| *step).collect();
                     return Ok(Some(Resume {
                         checkpoint,
                         skipped,
@@ -246,29 +256,43 @@ impl Manager {
         steps_in(&self.root, true)
     }
 
-    /// Where the checkpoint of a step is, if there is one.
+    /// Where the checkpoint of a step is, if there is one. Does not communicate.
     pub fn step(&self, step: u64) -> Location {
         self.root.join(&format!("{STEP}{step}"))
     }
 
     /// Removes what is not to be kept. Rank 0 does, once the new checkpoint is there for good; what
     /// can't be removed is left.
-    fn prune(&self) -> Result<()> {
-        let keeps_all = self.config.keep_latest.is_none() && self.config.keep_best.is_none();
-        if self.group.rank() == 0 && !keeps_all {
-            let keep_latest = self.config.keep_latest.unwrap_or(1);
-            let removed = prune(
-                &self.root,
-                keep_latest,
-                self.config.keep_best.as_ref(),
-                |_| (),
-            );
-            if let Err(error) = removed {
-                log::warn!("old checkpoints in {} are left: {error}", self.root);
-            }
+    fn prune(&mut self, saved: u64) -> Result<()> {
+        self.damaged.remove(&saved);
+        if self.group.rank() == 0
+            && let Err(error) = self.remove_unwanted(saved)
+        {
+            log::warn!("old checkpoints in {} are left: {error}", self.root);
         }
         // So that no rank looks for checkpoints that are being removed.
         self.group.barrier()?;
+        Ok(())
+    }
+
+    fn remove_unwanted(&self, saved: u64) -> Result<()> {
+        let ManagerConfig {
+            keep_latest,
+            keep_best,
+            ..
+        } = &self.config;
+        if keep_latest.is_none() && keep_best.is_none() {
+            return Ok(());
+        }
+        // A damaged checkpoint is of no use, and keeps no good one out.
+        let mut good = found_in(&self.root)?;
+        good.retain(|found| !self.damaged.contains(&found.step));
+        let mut steps = unwanted(good, keep_latest.unwrap_or(1), keep_best.as_ref());
+        steps.extend(&self.damaged);
+        // Saves that were cut short; none of this run is under way.
+        let cut_short = steps_in(&self.root, false)?;
+        steps.extend(cut_short.into_iter().filter(|step| *step < saved));
+        remove(&self.root, steps, |_| ());
         Ok(())
     }
 }
@@ -293,8 +317,60 @@ fn steps_in(root: &Location, committed: bool) -> Result<Vec<u64>> {
     Ok(steps)
 }
 
-/// Removes all checkpoints in a directory but the latest and the best, and what saves that were cut
-/// short before the latest have left; the steps removed. `progress` is told of each.
+/// A checkpoint as far as its manifest tells.
+#[derive(Debug)]
+struct Found {
+    step: u64,
+    created: u64,
+    metrics: BTreeMap<String, f64>,
+}
+
+/// The checkpoints in a directory whose manifests can be read.
+fn found_in(root: &Location) -> Result<Vec<Found>> {
+    let found = |step: u64| {
+        let checkpoint = Checkpoint::open(root.join(&format!("{STEP}{step}"))).ok()?;
+        let manifest = checkpoint.manifest();
+        Some(Found {
+            step,
+            created: manifest.created,
+            metrics: manifest.metrics.clone(),
+        })
+    };
+    Ok(steps_in(root, true)?
+        .into_iter()
+        .filter_map(found)
+        .collect())
+}
+
+/// The steps that are neither among the latest nor among the best. The latest are those saved last: a run
+/// may have gone back to an earlier step.
+fn unwanted(
+    mut found: Vec<Found>,
+    keep_latest: usize,
+    keep_best: Option<&(usize, String, Better)>,
+) -> Vec<u64> {
+    found.sort_unstable_by_key(|found| std::cmp::Reverse((found.created, found.step)));
+    let mut rest = found.split_off(keep_latest.max(1).min(found.len()));
+    if let Some((count, metric, better)) = keep_best {
+        let latest = found.iter().chain(&rest);
+        let value = |found: &Found| found.metrics.get(metric).copied();
+        let with_value = latest.filter_map(|found| Some((found.step, value(found)?)));
+        let mut ranked: Vec<(u64, f64)> = { with_value }.filter(|(_, v)| !v.is_nan()).collect();
+        ranked.sort_by(|a, b| match better {
+            Better::Lower => a.1.total_cmp(&b.1),
+            Better::Higher => b.1.total_cmp(&a.1),
+        });
+        ranked.truncate(*count);
+        rest.retain(|found| !ranked.iter().any(|(step, _)| *step == found.step));
+    }
+    let mut steps: Vec<u64> = rest.into_iter().map(|found| found.step).collect();
+    steps.sort_unstable();
+    steps
+}
+
+/// Removes all checkpoints in a directory but the latest and the best; the steps removed. `progress` is
+/// told of each. Checkpoints whose manifest can't be read are left, and so are saves that were cut short,
+/// or are under way.
 ///
 /// # Errors
 ///
@@ -303,19 +379,13 @@ pub fn prune(
     root: &Location,
     keep_latest: usize,
     keep_best: Option<&(usize, String, Better)>,
-    mut progress: impl FnMut(u64),
+    progress: impl FnMut(u64),
 ) -> Result<Vec<u64>> {
-    let mut removed = Vec::new();
-    for step in prunable(root, keep_latest, keep_best)? {
-        match remove_checkpoint(&root.join(&format!("{STEP}{step}"))) {
-            Ok(()) => {
-                progress(step);
-                removed.push(step);
-            }
-            Err(error) => log::warn!("the checkpoint of step {step} is left: {error}"),
-        }
-    }
-    Ok(removed)
+    Ok(remove(
+        root,
+        prunable(root, keep_latest, keep_best)?,
+        progress,
+    ))
 }
 
 /// The steps that [`prune`] would remove, in its order. Removes nothing.
@@ -328,52 +398,27 @@ pub fn prunable(
     keep_latest: usize,
     keep_best: Option<&(usize, String, Better)>,
 ) -> Result<Vec<u64>> {
-    let steps = steps_in(root, true)?;
-    let Some(latest) = steps.last() else {
-        return Ok(Vec::new());
-    };
-    let mut keep: Vec<u64> = steps
-        .iter()
-        .rev()
-        .take(keep_latest.max(1))
-        .copied()
-        .collect();
-    if let Some((count, metric, better)) = keep_best {
-        keep.extend(
-            best_of(root, &steps, metric, *better)
-                .into_iter()
-                .take(*count),
-        );
-    }
-    let cut_short = steps_in(root, false)?
-        .into_iter()
-        .filter(|step| step < latest);
-    let unwanted = steps.iter().copied().filter(|step| !keep.contains(step));
-    Ok(unwanted.chain(cut_short).collect())
+    Ok(unwanted(found_in(root)?, keep_latest, keep_best))
 }
 
-/// The steps whose checkpoints have the metric, the best first.
-fn best_of(root: &Location, steps: &[u64], metric: &str, better: Better) -> Vec<u64> {
-    let value = |step: &u64| {
-        let checkpoint = Checkpoint::open(root.join(&format!("{STEP}{step}"))).ok()?;
-        let value = *checkpoint.manifest().metrics.get(metric)?;
-        (!value.is_nan()).then_some((*step, value))
-    };
-    let mut ranked: Vec<(u64, f64)> = steps.iter().filter_map(value).collect();
-    ranked.sort_by(|a, b| match better {
-        Better::Lower => a.1.total_cmp(&b.1),
-        Better::Higher => b.1.total_cmp(&a.1),
-    });
-    ranked.into_iter().map(|(step, _)| step).collect()
+fn remove(root: &Location, steps: Vec<u64>, mut progress: impl FnMut(u64)) -> Vec<u64> {
+    let mut removed = Vec::new();
+    for step in steps {
+        match remove_checkpoint(&root.join(&format!("{STEP}{step}"))) {
+            Ok(()) => {
+                progress(step);
+                removed.push(step);
+            }
+            Err(error) => log::warn!("the checkpoint of step {step} is left: {error}"),
+        }
+    }
+    removed
 }
 
 /// Removes a checkpoint: its manifest first, so that there is never half of one.
 fn remove_checkpoint(location: &Location) -> Result<()> {
     location.remove(MANIFEST)?;
-    let is_ours = |name: &String| {
-        let temporary = format!("{MANIFEST}.tmp");
-        name.starts_with("shard-") || name.starts_with("part-") || *name == temporary
-    };
+    let is_ours = |name: &String| *name == format!("{MANIFEST}.tmp") || id_in_name(name).is_some();
     for name in location.list()?.into_iter().filter(is_ours) {
         location.remove(&name)?;
     }

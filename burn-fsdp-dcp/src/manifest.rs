@@ -17,6 +17,18 @@ pub(crate) const BLOCK: u64 = 64 * 1024;
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct CheckpointId(pub(crate) u128);
 
+impl CheckpointId {
+    /// The id of a run's n-th save; the seed is the run's.
+    pub(crate) fn of_run(seed: u64, save: u64) -> Self {
+        Self((u128::from(seed) << 64) | u128::from(save))
+    }
+
+    /// Whether it is of the same run as another, and of a later save.
+    pub(crate) fn is_later_in_run(self, other: Self) -> bool {
+        self.0 >> 64 == other.0 >> 64 && self.0 > other.0
+    }
+}
+
 impl fmt::Display for CheckpointId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{:032x}", self.0)

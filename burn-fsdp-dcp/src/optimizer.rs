@@ -4,10 +4,10 @@
 //! public form is bytes in the burnpack format: tensors and scalars named by id and field, and the path
 //! of each id.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 
 use burn::optim::{ModuleOptimizer, OptimizerRecord};
-use burn::tensor::TensorData;
+use burn::tensor::{Bytes, DType, Device, TensorData};
 use burn_fsdp::ShardSpec;
 use burn_pack::{Reader, Scalar, Tensor, Writer};
 use serde::{Deserialize, Serialize};
@@ -25,8 +25,15 @@ pub(crate) const OPTIMIZER: &str = "optimizer.";
 /// The name of the state with an optimizer's scalars.
 pub(crate) const SCALARS: &str = "optimizer.scalars";
 
-/// Scalars by parameter path and field.
-type Scalars = BTreeMap<String, BTreeMap<String, SavedScalar>>;
+/// What is kept of each parameter beside tensors, by its path.
+type States = BTreeMap<String, ParamState>;
+
+#[derive(Debug, Serialize, Deserialize)]
+struct ParamState {
+    /// The parameter's shape, whole.
+    shape: Vec<u64>,
+    scalars: BTreeMap<String, SavedScalar>,
+}
 
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 enum SavedScalar {
@@ -84,11 +91,15 @@ pub(crate) fn take_apart(
     let record = record.into_bytes().map_err(broken)?;
     let reader = Reader::from_bytes(record).map_err(broken)?;
 
-    let mut scalars = Scalars::new();
+    let mut states = States::new();
     for (name, value) in reader.scalars() {
         let (id, field) = split_name(name)?;
-        let fields = scalars.entry(path_of(id)?.clone()).or_default();
-        fields.insert(field.to_string(), (*value).into());
+        let path = path_of(id)?;
+        let state = states.entry(path.clone()).or_insert_with(|| ParamState {
+            shape: shape_of(&specs[path]),
+            scalars: BTreeMap::new(),
+        });
+        state.scalars.insert(field.to_string(), (*value).into());
     }
     let mut pieces = BTreeMap::new();
     for tensor in reader.into_tensors().map_err(broken)? {
@@ -103,6 +114,12 @@ pub(crate) fn take_apart(
             Piece::new(spec, dtype, shard_copies, true, move || {
                 host::owned(owned.to_local(data))
             })
+        } else if is_split(spec) && shape.num_elements() > 1 {
+            return Err(broken(format!(
+                "it keeps a tensor of shape {shape:?} for the part {:?} of parameter \"{path}\", so it does \
+                 not treat each element by itself, and its state can't be saved",
+                spec.stored_shape()
+            )));
         } else {
             // Not of the parameter's shape, so not split with it.
             let shape: Vec<u64> = shape.iter().map(|n| *n as u64).collect();
@@ -119,7 +136,7 @@ pub(crate) fn take_apart(
     }
     let scalars = State {
         is_of_rank: false,
-        bytes: codec::encode_value(SCALARS, &scalars)?,
+        bytes: codec::encode_value(SCALARS, &states)?,
     };
     Ok((pieces, scalars))
 }
@@ -135,69 +152,49 @@ fn split_name(name: &str) -> Result<(u64, &str)> {
     })
 }
 
-/// Loads an optimizer's state for a module with these specs.
+/// Whether ranks hold different parts of the parameter.
+fn is_split(spec: &ShardSpec) -> bool {
+    spec.stored_shape() != spec.global_shape || spec.sizes != spec.global_shape
+}
+
+fn shape_of(spec: &ShardSpec) -> Vec<u64> {
+    spec.global_shape.iter().map(|n| *n as u64).collect()
+}
+
+/// Loads an optimizer's state for a module with these specs. Options apply to the parameters' paths.
 pub(crate) fn load(
     optim: ModuleOptimizer,
     specs: &BTreeMap<String, ShardSpec>,
     source: &dyn TensorSource,
-    scalars: &[u8],
+    states: &[u8],
     options: &LoadOptions,
 ) -> Result<(ModuleOptimizer, LoadReport)> {
-    let mut scalars: Scalars = codec::decode_value(SCALARS, scalars)?;
-    scalars = { scalars }
-        .into_iter()
-        .map(|(path, s)| (options.rename(&path), s))
-        .collect();
-    let (fields, report) = match_fields(specs, source, &scalars, options)?;
-
+    let states: States = codec::decode_value(SCALARS, states)?;
+    let (params, report) = match_params(specs, &states, source, options)?;
     let mut tensors = Vec::new();
-    for Field {
-        source_name,
-        path,
-        field,
-    } in fields
-    {
+    let mut metadata = Vec::new();
+    let mut scalars = Vec::new();
+    for Param { path, saved_path } in params {
         let spec = &specs[&path];
-        let info = &source.tensors()[&source_name];
-        let shape: Vec<u64> = spec.global_shape.iter().map(|n| *n as u64).collect();
-        let stored = if info.shape == shape {
-            let region = region_of(spec);
-            let bytes = burn::tensor::Bytes::from_bytes_vec(source.read(&source_name, &region)?);
-            spec.to_stored(TensorData::from_bytes(
-                bytes,
-                spec.sizes.clone(),
-                info.dtype,
-            ))
-        } else {
-            let bytes = source.read(&source_name, &Region::whole(&info.shape))?;
-            let shape: Vec<usize> = info.shape.iter().map(|n| *n as usize).collect();
-            TensorData::from_bytes(
-                burn::tensor::Bytes::from_bytes_vec(bytes),
-                shape,
-                info.dtype,
-            )
-        };
-        let (bytes, shape, dtype) = stored.into_parts();
         let id = spec.id.val();
-        tensors.push(Tensor::new(
-            format!("{id}.{field}"),
-            dtype,
-            shape,
-            Some(id),
-            bytes,
-        ));
+        for (source_name, field) in fields_of(source, &saved_path, &states) {
+            let stored = read(source, source_name, spec)?;
+            let (bytes, shape, dtype) = stored.into_parts();
+            let name = format!("{id}.{field}");
+            tensors.push(Tensor::new(name, dtype, shape, Some(id), bytes));
+        }
+        metadata.push((id.to_string(), path));
+        for (field, value) in &states[&saved_path].scalars {
+            scalars.push((format!("{id}.{field}"), (*value).into()));
+        }
     }
     let count = tensors.len();
     let mut writer = Writer::new(tensors);
-    for (path, fields) in &scalars {
-        let Some(spec) = specs.get(path) else {
-            continue;
-        };
-        let id = spec.id.val();
-        writer = writer.with_metadata(&id.to_string(), path);
-        for (field, value) in fields {
-            writer = writer.with_scalar(&format!("{id}.{field}"), (*value).into());
-        }
+    for (id, path) in &metadata {
+        writer = writer.with_metadata(id, path);
+    }
+    for (name, value) in scalars {
+        writer = writer.with_scalar(&name, value);
     }
     let bytes = writer.into_bytes().map_err(broken)?;
     let optim = optim.load_record(OptimizerRecord::from_bytes(bytes).map_err(broken)?);
@@ -212,50 +209,91 @@ pub(crate) fn load(
     Ok((optim, report))
 }
 
-/// A tensor of an optimizer's state, and where it goes.
-struct Field {
-    source_name: String,
-    path: String,
-    field: String,
+/// A tensor of state as it is stored for a parameter.
+fn read(source: &dyn TensorSource, name: &str, spec: &ShardSpec) -> Result<TensorData> {
+    let info = &source.tensors()[name];
+    // Burn makes tensors of a record in the default type, and the next step would panic.
+    let default: DType = Device::default().settings().float_dtype.into();
+    if info.dtype.is_float() && info.dtype != default {
+        return Err(broken(format!(
+            "\"{name}\" is {:?}, and Burn restores an optimizer's state as {default:?} only; train with \
+             parameters of that type (mixed precision keeps them so)",
+            info.dtype
+        )));
+    }
+    let bytes = |region: &Region| source.read(name, region).map(Bytes::from_bytes_vec);
+    if info.shape == shape_of(spec) {
+        let local = bytes(&region_of(spec))?;
+        let local = TensorData::from_bytes(local, spec.sizes.clone(), info.dtype);
+        return Ok(spec.to_stored(local));
+    }
+    let shape: Vec<usize> = info.shape.iter().map(|n| *n as usize).collect();
+    let whole = bytes(&Region::whole(&info.shape))?;
+    Ok(TensorData::from_bytes(whole, shape, info.dtype))
 }
 
-fn match_fields(
+/// A parameter whose state is loaded.
+struct Param {
+    path: String,
+    /// Its path in the checkpoint.
+    saved_path: String,
+}
+
+fn match_params(
     specs: &BTreeMap<String, ShardSpec>,
+    states: &States,
     source: &dyn TensorSource,
-    scalars: &Scalars,
     options: &LoadOptions,
-) -> Result<(Vec<Field>, LoadReport)> {
+) -> Result<(Vec<Param>, LoadReport)> {
     let mut report = LoadReport::default();
-    let mut fields = Vec::new();
-    let names = source
-        .tensors()
-        .keys()
-        .filter_map(|name| Some((name, name.strip_prefix(OPTIMIZER)?)));
-    for (source_name, rest) in names {
-        let rest = options.rename(rest);
-        // The path is the longest beginning that is one; what follows is the field.
-        let ends = rest.match_indices('.').map(|(at, _)| at).rev();
-        let found = { ends }
-            .map(|at| (&rest[..at], &rest[at + 1..]))
-            .find(|(path, _)| specs.contains_key(*path));
-        match found {
-            _ if options.ignores(&rest) => report.ignored.push(rest),
-            Some((path, field)) => {
-                report.loaded.push(rest.clone());
-                fields.push(Field {
-                    source_name: source_name.clone(),
-                    path: path.to_string(),
-                    field: field.to_string(),
-                });
-            }
-            None => report.unexpected.push(rest),
+    let mut params = Vec::new();
+    let mut ids = HashSet::new();
+    for (saved_path, state) in states {
+        let path = options.rename(saved_path);
+        if options.ignores(&path) {
+            report.ignored.push(path);
+            continue;
         }
-    }
-    for path in scalars.keys().filter(|path| !specs.contains_key(*path)) {
-        let is_told = |name: &String| name == path || name.starts_with(&format!("{path}."));
-        if !options.ignores(path) && !report.unexpected.iter().any(is_told) {
-            report.unexpected.push(path.clone());
+        let Some(spec) = specs.get(&path) else {
+            report.unexpected.push(path);
+            continue;
+        };
+        let shape = shape_of(spec);
+        if state.shape != shape {
+            let (expected, got) = (format!("{shape:?}"), format!("{:?}", state.shape));
+            report.mismatched.push((path, expected, got));
+            continue;
         }
+        // A tied parameter has one state, that under the first of its names.
+        if !ids.insert(spec.id) {
+            report.unexpected.push(path);
+            continue;
+        }
+        let fields = fields_of(source, saved_path, states);
+        let names = fields.map(|(_, field)| format!("{path}.{field}"));
+        report.loaded.extend(names);
+        params.push(Param {
+            path,
+            saved_path: saved_path.clone(),
+        });
     }
-    Matching::check(report, options).map(|report| (fields, report))
+    Matching::check(report, options).map(|report| (params, report))
+}
+
+/// The tensors of a parameter's state, and the optimizer's names for them.
+fn fields_of<'a>(
+    source: &'a dyn TensorSource,
+    path: &str,
+    states: &'a States,
+) -> impl Iterator<Item = (&'a String, &'a str)> {
+    let prefix = format!("{OPTIMIZER}{path}.");
+    let names = source.tensors().range(prefix.clone()..);
+    let names = names.map(|(name, _)| name);
+    let own = { names }.map_while(move |name| Some((name, name.strip_prefix(&prefix)?)));
+    let path = path.to_string();
+    own.filter(move |(_, field)| {
+        // Not of a parameter whose path begins with this one's.
+        let ends = field.match_indices('.').map(|(at, _)| &field[..at]);
+        !{ ends }.any(|more| states.contains_key(&format!("{path}.{more}")))
+    })
 }

@@ -52,18 +52,19 @@ impl PendingSave {
     pub fn finish(mut self) -> Result<Manifest> {
         self.is_finished = true;
         let job = &self.running.job;
+        let same = job.agree(&self.group);
         // Rank 0 hears of a failure here, if its thread doesn't by a file, and need not wait.
         let written = match job.rank {
             0 => Ok(()),
             _ => self.running.wait().result.map(drop),
         };
-        let written = agree(&self.group, written);
+        let written = same.and_then(|()| agree(&self.group, written));
         if written.is_err() {
             self.running.is_hopeless.store(true, Ordering::Release);
         }
         let ended = self.running.wait();
         let manifest = written
-            .and(agree(&self.group, ended.result))
+            .and_then(|()| agree(&self.group, ended.result))
             .and_then(|committed| {
                 let manifest = committed.map(|manifest| codec::encode_table(&manifest));
                 let manifest = self
@@ -71,9 +72,12 @@ impl PendingSave {
                     .broadcast_bytes(0, manifest.unwrap_or_default())?;
                 codec::decode_table(&manifest, "rank 0's manifest")
             });
-        if manifest.is_err() {
+        if let Err(error) = &manifest {
             let part = job.part_name(job.rank);
-            job.undo(&ended.files.into_iter().chain([part]).collect::<Vec<_>>());
+            job.undo(
+                error,
+                &ended.files.into_iter().chain([part]).collect::<Vec<_>>(),
+            );
         }
         manifest
     }

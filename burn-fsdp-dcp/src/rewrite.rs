@@ -167,8 +167,8 @@ impl Rewrite<'_> {
             .map(|file| file.name.clone())
             .collect();
         let written = written.and_then(|()| job.put_in_place(manifest));
-        if written.is_err() {
-            job.undo(&names);
+        if let Err(error) = &written {
+            job.undo(error, &names);
         }
         written
     }

@@ -79,7 +79,7 @@ impl ShardedSampler {
             self.order = self.state.order();
             return None;
         }
-        let global = left.min(self.world_size * self.batch_size);
+        let global = left.min(self.world_size.saturating_mul(self.batch_size));
         let end_of = |rank: usize| self.state.dealt as usize + global * rank / self.world_size;
         let slice = &self.order[end_of(self.rank)..end_of(self.rank + 1)];
         let batch = slice.iter().map(|&sample| sample as usize).collect();
@@ -100,10 +100,19 @@ impl Stateful for ShardedSampler {
         self.state
     }
 
-    fn load_state(&mut self, state: SamplerState) {
+    /// # Errors
+    ///
+    /// [`DcpError::InvalidArgument`] if the state is of a data set of another size.
+    fn load_state(&mut self, state: SamplerState) -> Result<()> {
+        if state.len != self.state.len || state.dealt > state.len {
+            return Err(DcpError::argument(format!(
+                "the state is of a sampler over {} samples, and this one has {}",
+                state.len, self.state.len
+            )));
+        }
         self.state = state;
-        self.state.dealt = state.dealt.min(state.len);
         self.order = self.state.order();
+        Ok(())
     }
 }
 
@@ -179,7 +188,7 @@ mod tests {
         assert_eq!(state, before[0].state());
         let mut after = samplers(3);
         for sampler in &mut after {
-            sampler.load_state(state);
+            sampler.load_state(state).unwrap();
             seen.extend(std::iter::from_fn(|| sampler.next_batch()).flatten());
         }
         seen.sort_unstable();
@@ -199,6 +208,20 @@ mod tests {
         assert_eq!(epochs(Some(1)), (first.clone(), second));
         assert_ne!(epochs(Some(2)).0, first);
         assert_eq!(epochs(None).0, (0..50).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn the_state_of_another_data_set_is_refused() {
+        let state = samplers(1)[0].state();
+        let mut other = ShardedSampler::new(24, usize::MAX, 0, 3, Some(5)).unwrap();
+        assert!(
+            other
+                .load_state(state)
+                .unwrap_err()
+                .to_string()
+                .contains("23 samples")
+        );
+        assert_eq!(other.next_batch().map(|batch| batch.len()), Some(8));
     }
 
     #[test]

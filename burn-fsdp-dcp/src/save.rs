@@ -60,21 +60,15 @@ impl Saver {
         self.await_running();
         let location = location.into();
         let job = self.job(location, &snapshot);
-        let about = codec::encode_table(&(job.location.to_string(), job.step));
-        let all = self.group.all_gather_bytes(about)?;
-        if all.iter().any(|other| *other != all[0]) {
-            return Err(DcpError::argument(
-                "ranks save different steps, or to different places",
-            ));
-        }
+        job.agree(&self.group)?;
         agree(&self.group, job.check_free())?;
 
         snapshot.assign(job.rank, job.world_size);
         let part = job.write(snapshot);
         let written: Vec<String> = part.iter().flat_map(Part::file_names).collect();
         let saved = self.commit(&job, part);
-        if saved.is_err() {
-            job.undo(&written);
+        if let Err(error) = &saved {
+            job.undo(error, &written);
         }
         saved
     }
@@ -83,6 +77,8 @@ impl Saver {
         let part = agree(&self.group, part)?;
         let parts = self.group.all_gather_bytes(codec::encode_table(&part))?;
         let committed = match job.rank {
+            // Nothing is certain once the group has failed.
+            0 if self.group.failure().is_some() => Ok(Vec::new()),
             0 => job
                 .commit_encoded(parts)
                 .map(|manifest| codec::encode_table(&manifest)),
@@ -108,12 +104,8 @@ impl Saver {
         location: impl Into<Location>,
         mut snapshot: Snapshot,
     ) -> Result<PendingSave> {
-        if self.options.when_busy == WhenBusy::Fail
-            && let Some(running) = self.running.as_ref().filter(|running| !running.is_done())
-        {
-            return Err(DcpError::SaveUnderWay {
-                step: running.step(),
-            });
+        if self.options.when_busy == WhenBusy::Fail {
+            self.refuse_if_busy()?;
         }
         self.await_running();
         let job = self.job(location.into(), &snapshot);
@@ -122,6 +114,23 @@ impl Saver {
         let running = Running::start(job, snapshot, self.group.clone())?;
         self.running = Some(running.clone());
         Ok(PendingSave::new(running, self.group.clone()))
+    }
+
+    pub(crate) fn set_overwrite(&mut self, overwrite: bool) {
+        self.options.overwrite = overwrite;
+    }
+
+    /// Ranks end a save at different times, so they ask each other.
+    fn refuse_if_busy(&self) -> Result<()> {
+        let running = self.running.as_ref().filter(|running| !running.is_done());
+        let step = running.map(|running| running.step());
+        let all = self.group.all_gather_bytes(codec::encode_table(&step))?;
+        for bytes in &all {
+            if let Some(step) = codec::decode_table::<Option<u64>>(bytes, "a rank's save")? {
+                return Err(DcpError::SaveUnderWay { step });
+            }
+        }
+        Ok(())
     }
 
     fn await_running(&mut self) {
@@ -134,7 +143,7 @@ impl Saver {
         self.saves += 1;
         Job {
             location,
-            id: CheckpointId(u128::from(self.seed) << 64 | u128::from(self.saves)),
+            id: CheckpointId::of_run(self.seed, self.saves),
             step: snapshot.step,
             rank: self.group.rank(),
             world_size: self.group.world_size(),

@@ -56,6 +56,10 @@ pub(crate) fn write(
     entries: Vec<Entry<'_>>,
 ) -> Result<(FileEntry, Vec<Extent>)> {
     let header = header(id, rank, &entries);
+    if header.len() as u64 > MAX_HEADER {
+        let detail = "the names of tensors and states of one file make a header that is too long";
+        return Err(DcpError::argument(detail));
+    }
     let header_checksum = crc32fast::hash(&header);
     let path = location.path(name);
     let mut out = location.storage().create(&path)?;

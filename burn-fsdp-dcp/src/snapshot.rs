@@ -7,6 +7,7 @@ use burn::module::{Module, ModuleVisitor, Param};
 use burn::optim::{ModuleOptimizer, OptimizerRecord};
 use burn::tensor::{Bool, DType, Int, Tensor, TensorData};
 use burn_fsdp::{FsdpModule, ShardSpec, dense_specs};
+use ciborium::Value;
 use regex::Regex;
 use serde::Serialize;
 
@@ -14,7 +15,7 @@ use crate::host::{self, HostBytes};
 use crate::optimizer::{OPTIMIZER, SCALARS};
 use crate::piece::{Copies, Piece, State, drop_further_names};
 use crate::stateful::Stateful;
-use crate::{Result, codec, optimizer};
+use crate::{DcpError, Result, codec, optimizer};
 
 /// The name of the state with each rank's own running statistics.
 pub(crate) const RUNNING: &str = "model.running";
@@ -36,6 +37,8 @@ pub struct Snapshot {
     pub(crate) states: BTreeMap<String, State>,
     optimizer: Option<OptimizerState>,
     excluded: Vec<Regex>,
+    /// What was added twice.
+    twice: Option<&'static str>,
 }
 
 impl Snapshot {
@@ -48,6 +51,7 @@ impl Snapshot {
             states: BTreeMap::new(),
             optimizer: None,
             excluded: Vec::new(),
+            twice: None,
         }
     }
 
@@ -80,6 +84,9 @@ impl Snapshot {
         mut specs: BTreeMap<String, ShardSpec>,
         shard_copies: Copies,
     ) {
+        if self.pieces.keys().any(|name| name.starts_with(MODEL)) {
+            self.twice = Some("model");
+        }
         drop_further_names(&mut specs);
         let mut add = AddTensors {
             path: Vec::new(),
@@ -105,6 +112,9 @@ impl Snapshot {
     /// the state is made, as Burn hands it out.
     pub fn optimizer<M: Module>(mut self, optim: &ModuleOptimizer, model: &FsdpModule<M>) -> Self {
         let mesh = model.mesh();
+        self.twice = self
+            .twice
+            .or(self.optimizer.is_some().then_some("optimizer"));
         self.optimizer = Some(OptimizerState {
             record: optim.to_record(),
             specs: model.shard_specs(),
@@ -118,6 +128,9 @@ impl Snapshot {
 
     /// Adds an optimizer's state for a model that is not sharded, and equal on all ranks.
     pub fn dense_optimizer<M: Module>(mut self, optim: &ModuleOptimizer, model: &M) -> Self {
+        self.twice = self
+            .twice
+            .or(self.optimizer.is_some().then_some("optimizer"));
         self.optimizer = Some(OptimizerState {
             record: optim.to_record(),
             specs: dense_specs(model),
@@ -174,7 +187,7 @@ impl Snapshot {
     ///
     /// # Errors
     ///
-    /// [`DcpError::InvalidArgument`](crate::DcpError::InvalidArgument) if it is no regular expression.
+    /// [`DcpError::InvalidArgument`] if it is no regular expression.
     pub fn without(mut self, pattern: &str) -> Result<Self> {
         self.excluded.push(crate::load::parse(pattern)?);
         Ok(self)
@@ -244,6 +257,16 @@ impl Snapshot {
         }
     }
 
+    /// Refuses what would be saved in part only.
+    pub(crate) fn check(&self) -> Result<()> {
+        match self.twice {
+            None => Ok(()),
+            Some(what) => Err(DcpError::argument(format!(
+                "a snapshot has one {what}, and two were added; save the other to a place of its own"
+            ))),
+        }
+    }
+
     /// Takes an optimizer's record apart, and leaves this rank what it is to write of it. Apart from
     /// the rest, as it takes time that a save in the background should not take from training.
     pub(crate) fn take_optimizer_apart(&mut self, rank: usize, world_size: usize) -> Result<()> {
@@ -286,13 +309,13 @@ fn check_free(name: &str) -> Result<()> {
     let is_taken = name == SCHEDULER || name.starts_with(MODEL) || name.starts_with(OPTIMIZER);
     if is_taken {
         let detail = format!("the name \"{name}\" is the library's own; choose another");
-        return Err(crate::DcpError::argument(detail));
+        return Err(DcpError::argument(detail));
     }
     Ok(())
 }
 
-fn bad_state(name: &str, error: impl ToString) -> crate::DcpError {
-    crate::DcpError::BadState {
+fn bad_state(name: &str, error: impl ToString) -> DcpError {
+    DcpError::BadState {
         name: name.to_string(),
         detail: error.to_string(),
     }
@@ -305,27 +328,26 @@ struct AddTensors<'a> {
     shard_copies: Copies,
     snapshot: &'a mut Snapshot,
     /// This rank's running statistics, little-endian.
-    running: BTreeMap<String, Vec<u8>>,
+    running: BTreeMap<String, Value>,
 }
 
 impl AddTensors<'_> {
     fn add(
         &mut self,
         dtype: DType,
-        view: impl Fn() -> Option<HostBytes>,
-        read: impl FnOnce() -> TensorData + Send + 'static,
+        view: Option<HostBytes>,
+        read: impl Fn() -> TensorData + Send + 'static,
     ) {
         let path = self.path.join(".");
         let Some(spec) = self.specs.get(&path) else {
             return;
         };
-        if spec.is_buffer
-            && let Some(view) = view()
-        {
-            self.running.insert(path.clone(), (*view).as_ref().to_vec());
+        if spec.is_buffer {
+            let bytes = read().into_parts().0.to_vec();
+            self.running.insert(path.clone(), Value::Bytes(bytes));
         }
         let is_padded = spec.sizes != spec.stored_shape();
-        let view = if is_padded { None } else { view() };
+        let view = if is_padded { None } else { view };
         let owned = spec.clone();
         let is_on_host = view.is_some();
         let data = move || view.unwrap_or_else(|| host::owned(owned.to_local(read())));
@@ -345,17 +367,17 @@ impl ModuleVisitor for AddTensors<'_> {
 
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         let tensor = param.val().without_autodiff();
-        let other = tensor.clone();
-        self.add(tensor.dtype(), || host::view(&tensor), || other.into_data());
+        let view = host::view(&tensor);
+        self.add(tensor.dtype(), view, move || tensor.to_data());
     }
 
     fn visit_int<const D: usize>(&mut self, param: &Param<Tensor<D, Int>>) {
         let tensor = param.val();
-        self.add(tensor.dtype(), || None, || tensor.into_data());
+        self.add(tensor.dtype(), None, move || tensor.to_data());
     }
 
     fn visit_bool<const D: usize>(&mut self, param: &Param<Tensor<D, Bool>>) {
         let tensor = param.val();
-        self.add(tensor.dtype(), || None, || tensor.into_data());
+        self.add(tensor.dtype(), None, move || tensor.to_data());
     }
 }

@@ -3,6 +3,8 @@
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
+use crate::Result;
+
 /// Something whose state goes into a checkpoint: a sampler, an early-stopping rule, counters.
 pub trait Stateful {
     /// What is saved.
@@ -12,5 +14,9 @@ pub trait Stateful {
     fn state(&self) -> Self::State;
 
     /// Goes on from a saved state.
-    fn load_state(&mut self, state: Self::State);
+    ///
+    /// # Errors
+    ///
+    /// If the state is not one of this object.
+    fn load_state(&mut self, state: Self::State) -> Result<()>;
 }

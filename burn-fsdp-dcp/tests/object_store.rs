@@ -242,7 +242,7 @@ fn a_manager_keeps_the_latest_and_goes_on_from_it() {
             let manifest = format!("run/{in_background}/step-10/manifest");
             storage.replace(&manifest, b"half").unwrap();
             let found = ranks_ok(3, |pg| {
-                let manager = Manager::new(pg, &root, config.clone())?;
+                let mut manager = Manager::new(pg, &root, config.clone())?;
                 let resume = manager.latest()?.expect("there is a good one");
                 assert_eq!(resume.skipped.len(), 1);
                 Ok((manager.steps()?, resume.checkpoint.step()))
@@ -495,7 +495,12 @@ fn a_directory_lists_what_is_in_it_and_nothing_else() {
         assert!(list("ru").is_empty());
         // A save removes what other saves have left, and no more.
         let to = Location::of(storage.clone(), "run");
-        storage.replace("run/shard-stale", b"").unwrap();
+        storage
+            .replace(
+                "run/shard-00000000000000000000000000000007-00000-000.safetensors",
+                b"",
+            )
+            .unwrap();
         storage.remove("run/manifest").unwrap();
         ranks_ok(2, |pg| overwrite(pg, &to, 1, false));
         let mut expected = files_of(&to);

@@ -32,8 +32,10 @@ impl std::fmt::Debug for LocalStorage {
 impl LocalStorage {
     /// Files under `root`, which is created when the first is written.
     pub fn new(root: impl Into<PathBuf>) -> Self {
+        let root = root.into();
+        let is_here = root.as_os_str().is_empty();
         Self {
-            root: root.into(),
+            root: if is_here { PathBuf::from(".") } else { root },
             watch: None,
         }
     }
@@ -177,7 +179,7 @@ impl Storage for LocalStorage {
         let failed = |error: io::Error| DcpError::io("list", dir.display(), error);
         let entries = match fs::read_dir(&dir) {
             Ok(entries) => entries,
-            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Vec::new()),
+            Err(error) if is_no_dir(&error) => return Ok(Vec::new()),
             Err(error) => return Err(failed(error)),
         };
         let mut names = Vec::new();
@@ -203,6 +205,10 @@ impl Storage for LocalStorage {
             removed => unless_missing(removed),
         })
     }
+}
+
+fn is_no_dir(error: &io::Error) -> bool {
+    matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory)
 }
 
 fn unless_missing(removed: io::Result<()>) -> io::Result<()> {

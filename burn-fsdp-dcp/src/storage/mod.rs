@@ -12,11 +12,14 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use crate::Result;
+use crate::{DcpError, Result};
 
 pub use local::LocalStorage;
 #[cfg(feature = "object-store")]
 pub use object::ObjectStorage;
+
+/// More than the manifest of any checkpoint has.
+const MOST_OF_A_TABLE: u64 = 4 << 30;
 
 /// A place for files under names with `/` between directories. Shared by all ranks.
 pub trait Storage: Debug + Send + Sync {
@@ -166,12 +169,17 @@ impl Location {
         self.storage.list(&self.dir)
     }
 
-    /// A whole file, if it is there.
+    /// A whole file, if it is there. It is a table, so not large.
     pub(crate) fn read(&self, name: &str) -> Result<Option<Vec<u8>>> {
         let Some(file) = self.storage.open(&self.path(name))? else {
             return Ok(None);
         };
-        let mut bytes = vec![0; file.len() as usize];
+        let mut bytes = Vec::new();
+        if file.len() > MOST_OF_A_TABLE || bytes.try_reserve_exact(file.len() as usize).is_err() {
+            let detail = format!("it has {} bytes, far too many", file.len());
+            return Err(DcpError::corrupt(self.display_file(name), detail));
+        }
+        bytes.resize(file.len() as usize, 0);
         file.read_at(&mut bytes, 0)?;
         Ok(Some(bytes))
     }

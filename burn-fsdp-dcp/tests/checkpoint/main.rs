@@ -6,6 +6,7 @@ mod differences;
 mod faults;
 mod load;
 mod manager;
+mod unusual;
 
 use std::path::Path;
 

@@ -57,7 +57,11 @@ fn saves_that_were_cut_short_do_not_count_and_are_cleared_away() {
     for step in [15, 35, 99] {
         let abandoned = dir.path().join(format!("step-{step}"));
         fs::create_dir_all(&abandoned).unwrap();
-        fs::write(abandoned.join("shard-0-00000-000.safetensors"), "half").unwrap();
+        fs::write(
+            abandoned.join("shard-00000000000000000000000000000001-00000-000.safetensors"),
+            "half",
+        )
+        .unwrap();
     }
     fs::create_dir_all(dir.path().join("step-7-notes")).unwrap();
     fs::write(dir.path().join("step-7-notes/manifest"), "mine").unwrap();
@@ -90,7 +94,7 @@ fn a_run_goes_on_from_the_newest_good_checkpoint_and_says_what_it_passed_over() 
     fs::write(&file, bytes).unwrap();
     for world in [1, 2, 3] {
         for (step, skipped) in ranks_ok(world, |pg| {
-            let manager = Manager::new(pg, dir.path(), ManagerConfig::new())?;
+            let mut manager = Manager::new(pg, dir.path(), ManagerConfig::new())?;
             let resume = manager.latest()?.expect("there is a good one");
             let skipped: Vec<u64> = resume.skipped.iter().map(|(step, _)| *step).collect();
             Ok((resume.checkpoint.step(), skipped))
@@ -104,7 +108,7 @@ fn a_run_goes_on_from_the_newest_good_checkpoint_and_says_what_it_passed_over() 
 fn no_checkpoint_is_a_fresh_start_and_none_that_is_good_is_an_error() {
     let dir = tempfile::tempdir().unwrap();
     let latest = |pg: &ProcessGroup| {
-        let manager = Manager::new(pg, dir.path().join("run"), ManagerConfig::new())?;
+        let mut manager = Manager::new(pg, dir.path().join("run"), ManagerConfig::new())?;
         Ok(manager.latest()?.is_some())
     };
     assert_eq!(ranks_ok(2, latest), [false, false]);

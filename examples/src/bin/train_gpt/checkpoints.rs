@@ -48,12 +48,12 @@ impl Checkpoints {
 
     /// Loads the newest good checkpoint, if there is one and if so told.
     pub(crate) fn resume(
-        &self,
+        &mut self,
         model: FsdpModule<Gpt>,
         optim: ModuleOptimizer,
         records: &mut Vec<Record>,
     ) -> Result<(FsdpModule<Gpt>, ModuleOptimizer)> {
-        let Some(manager) = self.manager.as_ref().filter(|_| self.resumes) else {
+        let Some(manager) = self.manager.as_mut().filter(|_| self.resumes) else {
             return Ok((model, optim));
         };
         let Some(resume) = manager.latest()? else {
