@@ -121,7 +121,8 @@
 //! - `model.{path}`: parameters and running statistics under their paths in the module; a tied parameter
 //!   under the first of its paths. Coordinates are those of the tensor in memory.
 //! - `optimizer.{path}.{field}`: what the optimizer keeps of the parameter, under the names of its Burn
-//!   record. Its scalars are the state `optimizer.scalars`.
+//!   record. Its scalars are the state `optimizer.scalars`: a map from paths to the parameter's shape and
+//!   its scalars by name.
 //! - states: `scheduler` is the bytes of Burn's record; all others are CBOR (RFC 8949). `model.running` is
 //!   each rank's running statistics, a map from paths to bytes. Ids of parameters
 //!   occur nowhere.

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::collections::hash_map::RandomState;
 use std::hash::{BuildHasher, Hasher};
+use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use crate::checkpoint::Checkpoint;
@@ -182,6 +183,7 @@ impl Rewrite<'_> {
             rank: 0,
             world_size,
             options: self.options.clone(),
+            checked_layout: Arc::default(),
         }
     }
 

@@ -3,6 +3,7 @@
 use std::collections::hash_map::RandomState;
 use std::hash::{BuildHasher, Hasher};
 use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 
 use burn_fsdp::ProcessGroup;
 
@@ -23,6 +24,8 @@ pub struct Saver {
     seed: u64,
     saves: u64,
     running: Option<Arc<Running>>,
+    /// Of the last save: what is saved again as it was need not be checked again.
+    checked_layout: Arc<AtomicU64>,
 }
 
 impl Saver {
@@ -40,6 +43,7 @@ impl Saver {
             seed: u64::from_le_bytes(seed.try_into().expect("eight bytes")),
             saves: 0,
             running: None,
+            checked_layout: Arc::default(),
         })
     }
 
@@ -51,7 +55,8 @@ impl Saver {
     /// # Errors
     ///
     /// Equal on all ranks: [`DcpError::AlreadyExists`]; what the system says; ranks that disagree; a
-    /// failure of the group. There is no checkpoint then, or still the old one.
+    /// failure of the group. There is no checkpoint then, or still the old one; or all the same the new
+    /// one, whole, if the very last step failed, or the group while rank 0 took it.
     pub fn save(
         &mut self,
         location: impl Into<Location>,
@@ -148,6 +153,7 @@ impl Saver {
             rank: self.group.rank(),
             world_size: self.group.world_size(),
             options: self.options.clone(),
+            checked_layout: self.checked_layout.clone(),
         }
     }
 }

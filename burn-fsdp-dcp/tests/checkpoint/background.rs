@@ -178,3 +178,29 @@ fn ranks_that_save_different_things_are_refused() {
         "nothing is left"
     );
 }
+
+#[test]
+fn a_layout_that_was_right_once_is_checked_again_when_it_changes() {
+    let dir = tempfile::tempdir().unwrap();
+    for result in ranks(2, |pg| {
+        let trained = Trained::new(pg, 5, &FsdpConfig::new())?;
+        let mut saver = Saver::new(pg, SaveOptions::new().with_overwrite(true))?;
+        for step in 0..3 {
+            saver.save(dir.path(), trained.snapshot(step))?;
+        }
+        let snapshot = trained.snapshot(3);
+        let snapshot = if pg.rank() == 1 {
+            snapshot.without("fc.weight")?
+        } else {
+            snapshot
+        };
+        saver.save(dir.path(), snapshot)
+    }) {
+        let error = result.unwrap_err();
+        assert!(
+            matches!(error.cause(), DcpError::InvalidChunks { .. }),
+            "{error}"
+        );
+    }
+    assert_eq!(Checkpoint::open(dir.path()).unwrap().step(), 2);
+}

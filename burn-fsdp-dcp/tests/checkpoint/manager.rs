@@ -296,3 +296,67 @@ fn a_state_that_is_not_there_or_of_another_type_is_told() {
         assert!(Snapshot::new(1).rank_state(taken, "x").is_err());
     }
 }
+
+/// Where the test below finds what to do, as its own child.
+const PROCESS: &str = "BURN_FSDP_DCP_TEST_DROPOUT";
+
+#[test]
+fn dropout_goes_on_as_if_a_run_had_never_stopped_where_a_rank_is_a_process() {
+    // Burn has one generator a process, so each part of a run is a process of its own.
+    let name = "manager::dropout_goes_on_as_if_a_run_had_never_stopped_where_a_rank_is_a_process";
+    if let Ok(task) = std::env::var(PROCESS) {
+        let (dir, steps) = task.split_once('|').unwrap();
+        return train_with_dropout(Path::new(dir), steps.parse().unwrap());
+    }
+    let root = tempfile::tempdir().unwrap();
+    let run = |dir: &str, steps: u64| {
+        let task = format!("{}|{steps}", root.path().join(dir).display());
+        let status = std::process::Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", name, "--test-threads", "1"])
+            .env(PROCESS, task)
+            .stdout(std::process::Stdio::null())
+            .status()
+            .unwrap();
+        assert!(status.success());
+    };
+    run("whole", 6);
+    run("stopped", 3);
+    run("stopped", 6);
+    let of = |dir: &str| {
+        let checkpoint = Checkpoint::open(root.path().join(dir).join("step-6")).unwrap();
+        super::load::contents(&checkpoint)
+    };
+    assert_eq!(of("stopped"), of("whole"));
+}
+
+/// Trains up to a step, from the latest checkpoint on, with half of the activations dropped.
+fn train_with_dropout(dir: &Path, steps: u64) {
+    ranks_ok(1, |pg| {
+        let mut manager = Manager::new(pg, dir, ManagerConfig::new())?;
+        let mut trained = small(pg)?;
+        let mut seed = StepSeed(5);
+        let mut first = 1;
+        if let Some(resume) = manager.latest()? {
+            let (model, optim) = (trained.model, trained.optim);
+            let options = LoadOptions::new();
+            let (model, _) = resume.checkpoint.load_model(model, &options)?;
+            let (optim, _) = resume.checkpoint.load_optimizer(optim, &model, &options)?;
+            trained = Trained { model, optim };
+            seed = resume.checkpoint.state("seed")?;
+            first = resume.checkpoint.step() + 1;
+        }
+        let dropout = burn::nn::DropoutConfig::new(0.5).init();
+        for step in first..=steps {
+            seed.reseed(&device(), step, pg.rank());
+            let x = dropout.forward(Tensor::<2>::ones([4, 3], &device()));
+            let loss = trained.model.layers[0]
+                .fc
+                .forward(x)
+                .powf_scalar(2.0)
+                .mean();
+            let grads = trained.model.try_backward(loss)?;
+            trained.model = trained.model.step(&mut trained.optim, 1e-2, grads)?;
+        }
+        manager.save(trained.snapshot(steps).state("seed", &seed)?)
+    });
+}
