@@ -10,6 +10,7 @@ mod import;
 mod metadata;
 mod pickle;
 mod pickle_machine;
+mod pickle_value;
 mod pickle_writer;
 mod value;
 mod zip;

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use super::pickle::{Allowed, Id, PickleError, Result, Value};
+use super::pickle_value::{Allowed, Id, PickleError, Result, Value};
 
 /// The instructions of plain data, by their codes.
 pub(super) mod op {
