@@ -3,7 +3,7 @@
 use std::fs;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use burn::nn::LinearConfig;
 use burn::optim::{AdafactorConfig, SgdConfig};
@@ -35,7 +35,10 @@ fn slow_commit(dir: &Path) -> (Location, Arc<AtomicBool>) {
     let go = Arc::new(AtomicBool::new(false));
     let may_go = go.clone();
     let storage = LocalStorage::new(dir).with_watch(move |op, path| {
-        while op == "create" && path.ends_with("manifest.tmp") && !may_go.load(Ordering::Acquire) {
+        let start = Instant::now();
+        let is_commit = op == "create" && path.ends_with("manifest.tmp");
+        // Not for ever, lest a test that fails hangs instead.
+        while is_commit && !may_go.load(Ordering::Acquire) && start.elapsed().as_secs() < 20 {
             std::thread::sleep(Duration::from_millis(1));
         }
         Ok(())
