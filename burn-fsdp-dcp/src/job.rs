@@ -9,16 +9,18 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
+use burn::tensor::DType;
 use burn_fsdp::ProcessGroup;
 use serde::{Deserialize, Serialize};
 
 use crate::checkpoint::MANIFEST;
 use crate::dtype::dtype_name;
+use crate::host::HostBytes;
 use crate::load::on_rank;
 use crate::manifest::{
     CheckpointId, ChunkEntry, Extent, FileEntry, Manifest, StateEntry, TensorEntry,
 };
-use crate::region::volume;
+use crate::region::Region;
 use crate::shard_file::{self, Entry};
 use crate::snapshot::Snapshot;
 use crate::storage::Location;
@@ -108,12 +110,85 @@ pub(crate) struct Part {
     files: Vec<FileEntry>,
     /// All tensors that the rank knows of, with the chunks that it has written.
     tensors: BTreeMap<String, TensorEntry>,
-    states: BTreeMap<String, StateEntry>,
+    states: BTreeMap<String, Vec<StateEntry>>,
 }
 
 impl Part {
+    pub(crate) fn new(job: &Job, metrics: BTreeMap<String, f64>) -> Self {
+        Self {
+            id: job.id,
+            step: job.step,
+            metrics,
+            files: Vec::new(),
+            tensors: BTreeMap::new(),
+            states: BTreeMap::new(),
+        }
+    }
+
+    /// Adds a tensor without chunks.
+    pub(crate) fn add_tensor(&mut self, name: &str, dtype: &str, shape: Vec<u64>) {
+        let tensor = TensorEntry {
+            dtype: dtype.to_string(),
+            shape,
+            chunks: Vec::new(),
+        };
+        self.tensors.insert(name.to_string(), tensor);
+    }
+
     pub(crate) fn file_names(&self) -> impl Iterator<Item = String> {
         self.files.iter().map(|file| file.name.clone())
+    }
+}
+
+/// Something to be written to a shard file, and what it is in the checkpoint.
+pub(crate) struct Write<'a> {
+    target: Target,
+    entry: Entry<'a>,
+}
+
+enum Target {
+    Chunk(String, Region),
+    /// Of a rank, or everyone's.
+    State(String, Option<u64>),
+}
+
+impl<'a> Write<'a> {
+    /// A part of a tensor, which `bytes` brings when it is its turn.
+    pub(crate) fn chunk(
+        name: &str,
+        dtype: DType,
+        region: Region,
+        bytes: impl FnOnce() -> Result<HostBytes> + Send + 'a,
+    ) -> Result<Self> {
+        let elements = region.volume().unwrap_or(u64::MAX);
+        let entry = Entry {
+            name: name.to_string(),
+            dtype: dtype_name(dtype)?,
+            shape: region.sizes.clone(),
+            len: elements.saturating_mul(dtype.size() as u64),
+            bytes: Box::new(bytes),
+        };
+        let target = Target::Chunk(name.to_string(), region);
+        Ok(Self { target, entry })
+    }
+
+    /// An encoded value, under a name of its own within the file.
+    pub(crate) fn state(
+        name: &str,
+        rank: Option<u64>,
+        name_in_file: &str,
+        len: u64,
+        bytes: impl FnOnce() -> Result<HostBytes> + Send + 'a,
+    ) -> Self {
+        let entry = Entry {
+            name: format!("state:{name_in_file}"),
+            dtype: "U8",
+            shape: vec![len],
+            len,
+            bytes: Box::new(bytes),
+        };
+        let target = Target::State(name.to_string(), rank);
+        Self { target, entry }
     }
 }
 
@@ -144,66 +219,52 @@ impl Job {
     pub(crate) fn write(&self, mut snapshot: Snapshot) -> Result<Part> {
         snapshot.check()?;
         snapshot.take_optimizer_apart(self.rank, self.world_size)?;
-        let mut part = Part {
-            id: self.id,
-            step: self.step,
-            metrics: snapshot.metrics,
-            files: Vec::new(),
-            tensors: BTreeMap::new(),
-            states: BTreeMap::new(),
-        };
-        let mut targets = Vec::new();
-        let mut entries = Vec::new();
+        let mut part = Part::new(self, snapshot.metrics);
+        let mut writes = Vec::new();
         for (name, piece) in snapshot.pieces {
-            let dtype = dtype_name(piece.dtype)?;
-            let tensor = TensorEntry {
-                dtype: dtype.to_string(),
-                shape: piece.shape,
-                chunks: Vec::new(),
-            };
-            part.tensors.insert(name.clone(), tensor);
-            if piece.region.is_empty() {
-                continue;
+            part.add_tensor(&name, dtype_name(piece.dtype)?, piece.shape);
+            if !piece.region.is_empty() {
+                let data = piece.data;
+                writes.push(Write::chunk(&name, piece.dtype, piece.region, || {
+                    Ok(data())
+                })?);
             }
-            let elements = volume(&piece.region.sizes).unwrap_or(u64::MAX);
-            targets.push(Target::Chunk(name.clone(), piece.region.clone()));
-            entries.push(Entry {
-                name,
-                dtype,
-                shape: piece.region.sizes,
-                len: elements * piece.dtype.size() as u64,
-                bytes: Box::new(move || Ok((piece.data)())),
-            });
         }
         for (name, state) in snapshot.states {
-            let len = state.bytes.len() as u64;
-            targets.push(Target::State(name.clone(), state.is_of_rank));
-            entries.push(Entry {
-                name: format!("state:{name}"),
-                dtype: "U8",
-                shape: vec![len],
-                len,
-                bytes: Box::new(move || Ok(Box::new(state.bytes))),
-            });
+            let rank = state.is_of_rank.then_some(self.rank as u64);
+            let (len, bytes) = (state.bytes.len() as u64, state.bytes);
+            writes.push(Write::state(&name, rank, &name, len, || {
+                Ok(Box::new(bytes))
+            }));
         }
+        self.write_part(writes, &mut part)?;
+        Ok(part)
+    }
+
+    /// Writes a rank's files, and notes in its part what is where.
+    pub(crate) fn write_part(&self, writes: Vec<Write<'_>>, part: &mut Part) -> Result<()> {
+        let (targets, entries): (Vec<_>, Vec<_>) = writes
+            .into_iter()
+            .map(|write| (write.target, write.entry))
+            .unzip();
         let extents = self.write_files(entries, &mut part.files)?;
         for (target, extent) in targets.into_iter().zip(extents) {
             match target {
                 Target::Chunk(name, region) => {
-                    let tensor = part.tensors.get_mut(&name).expect("it was inserted above");
+                    let tensor = part.tensors.get_mut(&name).expect("it has been added");
                     tensor.chunks.push(ChunkEntry { region, extent });
                 }
-                Target::State(name, is_of_rank) => {
-                    let rank = is_of_rank.then_some(self.rank as u64);
-                    part.states.insert(name, StateEntry { rank, extent });
+                Target::State(name, rank) => {
+                    let entries = part.states.entry(name).or_default();
+                    entries.push(StateEntry { rank, extent });
                 }
             }
         }
-        Ok(part)
+        Ok(())
     }
 
     /// Writes entries into as many files as they need.
-    pub(crate) fn write_files(
+    fn write_files(
         &self,
         entries: Vec<Entry<'_>>,
         files: &mut Vec<FileEntry>,
@@ -309,7 +370,7 @@ impl Job {
         Ok(manifest)
     }
 
-    fn merge(&self, parts: Vec<Part>) -> Result<Manifest> {
+    pub(crate) fn merge(&self, parts: Vec<Part>) -> Result<Manifest> {
         let now = SystemTime::now()
             .duration_since(UNIX_EPOCH)
             .unwrap_or_default();
@@ -362,10 +423,12 @@ impl Job {
                     ..chunk
                 }));
             }
-            for (name, state) in part.states {
-                let extent = moved(state.extent);
-                let entry = StateEntry { extent, ..state };
-                manifest.states.entry(name).or_default().push(entry);
+            for (name, entries) in part.states {
+                let entries = entries.into_iter().map(|entry| StateEntry {
+                    extent: moved(entry.extent),
+                    ..entry
+                });
+                manifest.states.entry(name).or_default().extend(entries);
             }
         }
         Ok(manifest)
@@ -456,11 +519,4 @@ pub(crate) fn id_in_name(name: &str) -> Option<CheckpointId> {
         return None;
     }
     u128::from_str_radix(id, 16).ok().map(CheckpointId)
-}
-
-/// What an entry of a shard file is.
-enum Target {
-    Chunk(String, crate::Region),
-    /// Whether it is a state of this rank only.
-    State(String, bool),
 }

@@ -195,9 +195,9 @@ impl Manager {
         saver.save(self.root.join(MODEL_ONLY), snapshot).map(drop)
     }
 
-    /// The good checkpoint of the highest step: every byte of it has been read, each rank having taken its share,
-    /// and found right. Damaged ones that are passed over give way to what is saved from then on. None if there is no checkpoint at all. All ranks must call this; all get the
-    /// same one.
+    /// The good checkpoint of the highest step: every byte of it has been read, each rank having taken
+    /// its share, and found right. Damaged ones that are passed over give way to what is saved from then
+    /// on. None if there is no checkpoint at all. All ranks must call this; all get the same one.
     ///
     /// # Errors
     ///

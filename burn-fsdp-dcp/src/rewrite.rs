@@ -1,18 +1,15 @@
 //! Writing a checkpoint from what is on disk, without ranks.
 
-use std::collections::BTreeMap;
 use std::collections::hash_map::RandomState;
 use std::hash::{BuildHasher, Hasher};
 use std::sync::Arc;
-use std::time::{SystemTime, UNIX_EPOCH};
 
 use crate::checkpoint::Checkpoint;
 use crate::dtype::dtype_name;
 use crate::host::HostBytes;
-use crate::job::{Job, SaveOptions};
-use crate::manifest::{ChunkEntry, Manifest, StateEntry, TensorEntry};
+use crate::job::{Job, Part, SaveOptions, Write};
+use crate::manifest::{Manifest, StateEntry};
 use crate::region::Region;
-use crate::shard_file::Entry;
 use crate::source::{TensorInfo, TensorSource};
 use crate::storage::Location;
 use crate::{CheckpointId, DcpError, Result};
@@ -143,12 +140,6 @@ impl Plan {
     }
 }
 
-/// What an entry of a shard file is.
-enum Target {
-    Chunk(String, Region),
-    State(String, Option<u64>),
-}
-
 struct Rewrite<'a> {
     source: &'a dyn TensorSource,
     states_of: Option<&'a Checkpoint>,
@@ -160,18 +151,22 @@ impl Rewrite<'_> {
     fn write(&self, location: Location, plan: Plan) -> Result<Manifest> {
         let job = self.job(location, plan.ranks.len());
         job.check_free()?;
-        let mut manifest = self.manifest(&job)?;
-        let written = self.write_ranks(&job, plan, &mut manifest);
-        let names: Vec<String> = manifest
-            .files
-            .iter()
-            .map(|file| file.name.clone())
-            .collect();
-        let written = written.and_then(|()| job.put_in_place(manifest));
+        let mut parts = Vec::new();
+        let written = self.write_parts(&job, plan, &mut parts);
+        let names: Vec<String> = parts.iter().flat_map(Part::file_names).collect();
+        let written = written.and_then(|()| self.commit(&job, parts));
         if let Err(error) = &written {
             job.undo(error, &names);
         }
         written
+    }
+
+    fn commit(&self, job: &Job, parts: Vec<Part>) -> Result<Manifest> {
+        let mut manifest = job.merge(parts)?;
+        if let Some(origin) = self.states_of {
+            manifest.created = origin.manifest().created;
+        }
+        job.put_in_place(manifest)
     }
 
     fn job(&self, location: Location, world_size: usize) -> Job {
@@ -187,69 +182,31 @@ impl Rewrite<'_> {
         }
     }
 
-    /// Without files, chunks and states.
-    fn manifest(&self, job: &Job) -> Result<Manifest> {
-        let now = SystemTime::now()
-            .duration_since(UNIX_EPOCH)
-            .unwrap_or_default();
+    /// Writes what each rank would; the parts that could be written stand in `parts`.
+    fn write_parts(&self, job: &Job, plan: Plan, parts: &mut Vec<Part>) -> Result<()> {
         let origin = self.states_of.map(Checkpoint::manifest);
-        let mut tensors = BTreeMap::new();
-        for (name, info) in self.source.tensors() {
-            let tensor = TensorEntry {
-                dtype: dtype_name(info.dtype)?.to_string(),
-                shape: info.shape.clone(),
-                chunks: Vec::new(),
-            };
-            tensors.insert(name.clone(), tensor);
-        }
-        Ok(Manifest {
-            id: job.id,
-            step: job.step,
-            created: origin.map_or(now.as_secs(), |origin| origin.created),
-            world_size: job.world_size as u64,
-            metrics: origin
-                .map(|origin| origin.metrics.clone())
-                .unwrap_or_default(),
-            files: Vec::new(),
-            tensors,
-            states: BTreeMap::new(),
-        })
-    }
-
-    fn write_ranks(&self, job: &Job, plan: Plan, manifest: &mut Manifest) -> Result<()> {
+        let metrics = origin
+            .map(|origin| origin.metrics.clone())
+            .unwrap_or_default();
         let world_size = plan.ranks.len();
         for (rank, plan) in plan.ranks.into_iter().enumerate() {
-            let states = self.states_for(rank, world_size);
-            let mut job = job.clone();
-            job.rank = rank;
-            let mut targets = Vec::new();
-            let mut entries = Vec::new();
-            for (name, region) in plan.chunks {
-                entries.push(self.chunk_entry(&name, &region)?);
-                targets.push(Target::Chunk(name, region));
+            let job = Job {
+                rank,
+                ..job.clone()
+            };
+            let mut part = Part::new(&job, metrics.clone());
+            // Each knows of all tensors, as ranks do.
+            for (name, info) in self.source.tensors() {
+                part.add_tensor(name, dtype_name(info.dtype)?, info.shape.clone());
             }
-            for (name, state) in states {
-                entries.push(self.state_entry(&name, &state));
-                targets.push(Target::State(name, state.rank));
-            }
-            let mut files = Vec::new();
-            let extents = job.write_files(entries, &mut files)?;
-            let files_before = manifest.files.len() as u64;
-            manifest.files.extend(files);
-            for (target, mut extent) in targets.into_iter().zip(extents) {
-                extent.file += files_before;
-                match target {
-                    Target::Chunk(name, region) => {
-                        let tensor = manifest.tensors.get_mut(&name);
-                        let chunks = &mut tensor.expect("the plan is of these tensors").chunks;
-                        chunks.push(ChunkEntry { region, extent });
-                    }
-                    Target::State(name, rank) => {
-                        let entries = manifest.states.entry(name).or_default();
-                        entries.push(StateEntry { rank, extent });
-                    }
-                }
-            }
+            let chunks = plan.chunks.into_iter();
+            let mut writes = chunks
+                .map(|(name, region)| self.chunk(name, region))
+                .collect::<Result<Vec<_>>>()?;
+            let states = self.states_for(rank, world_size).into_iter();
+            writes.extend(states.map(|(name, state)| self.state(name, &state)));
+            job.write_part(writes, &mut part)?;
+            parts.push(part);
         }
         Ok(())
     }
@@ -267,13 +224,15 @@ impl Rewrite<'_> {
         entries.filter(|(_, entry)| is_its(entry)).collect()
     }
 
-    fn chunk_entry<'s>(&'s self, name: &str, region: &Region) -> Result<Entry<'s>> {
-        let dtype = self.source.tensors()[name].dtype;
-        let elements = region.volume().unwrap_or(u64::MAX);
-        let len = elements.saturating_mul(dtype.size() as u64);
+    fn chunk(&self, name: String, region: Region) -> Result<Write<'_>> {
+        let dtype = self.source.tensors()[&name].dtype;
         let (source, progress) = (self.source, self.progress);
-        let (tensor, part) = (name.to_string(), region.clone());
-        let read = move || {
+        let len = region
+            .volume()
+            .unwrap_or(u64::MAX)
+            .saturating_mul(dtype.size() as u64);
+        let (tensor, part) = (name.clone(), region.clone());
+        Write::chunk(&name, dtype, region, move || {
             let bytes = source.read(&tensor, &part)?;
             if bytes.len() as u64 != len {
                 let detail = format!("tensor \"{tensor}\": {part:?} has {} bytes", bytes.len());
@@ -281,37 +240,23 @@ impl Rewrite<'_> {
             }
             progress(len);
             Ok(Box::new(bytes) as HostBytes)
-        };
-        Ok(Entry {
-            name: name.to_string(),
-            dtype: dtype_name(dtype)?,
-            shape: region.sizes.clone(),
-            len,
-            bytes: Box::new(read),
         })
     }
 
-    fn state_entry<'s>(&'s self, name: &str, state: &StateEntry) -> Entry<'s> {
-        let len = state.extent.len;
-        let rank = state.rank;
+    fn state(&self, name: String, state: &StateEntry) -> Write<'_> {
+        let (len, rank) = (state.extent.len, state.rank);
         let (states_of, progress) = (self.states_of, self.progress);
-        let state = name.to_string();
-        let read = move || {
+        // One file may have those of several ranks.
+        let in_file = match rank {
+            Some(rank) => format!("{name}:{rank}"),
+            None => name.clone(),
+        };
+        let state = name.clone();
+        Write::state(&name, rank, &in_file, len, move || {
             let checkpoint = states_of.expect("the state is from there");
             let bytes = checkpoint.bytes_of_state(&state, rank)?;
             progress(len);
             Ok(Box::new(bytes) as HostBytes)
-        };
-        Entry {
-            // One file may have those of several ranks.
-            name: match rank {
-                Some(rank) => format!("state:{name}:{rank}"),
-                None => format!("state:{name}"),
-            },
-            dtype: "U8",
-            shape: vec![len],
-            len,
-            bytes: Box::new(read),
-        }
+        })
     }
 }

@@ -6,7 +6,7 @@ use burn::lr_scheduler::module_lr_scheduler::ModuleLrScheduler;
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::optim::{ModuleOptimizer, OptimizerRecord};
 use burn::tensor::{Bool, DType, Int, Tensor, TensorData};
-use burn_fsdp::{FsdpModule, ShardSpec, dense_specs};
+use burn_fsdp::{DeviceMesh, FsdpModule, ShardSpec, dense_specs};
 use ciborium::Value;
 use regex::Regex;
 use serde::Serialize;
@@ -63,12 +63,7 @@ impl Snapshot {
     /// All ranks must call this, in the same order, though it does not communicate.
     pub fn model<M: Module>(mut self, model: &FsdpModule<M>) -> Self {
         model.sync_running_statistics();
-        let mesh = model.mesh();
-        let shard_copies = Copies::Replicas {
-            index: mesh.replicate_rank(),
-            count: mesh.replicate_size(),
-        };
-        self.add_module(model, model.shard_specs(), shard_copies);
+        self.add_module(model, model.shard_specs(), copies_in(model.mesh()));
         self
     }
 
@@ -110,32 +105,29 @@ impl Snapshot {
     /// Adds an optimizer's state for a sharded model: tensors as `optimizer.`, the parameter's path
     /// and the name that the optimizer gives them, sharded as the parameter is, and scalars. A copy of
     /// the state is made, as Burn hands it out.
-    pub fn optimizer<M: Module>(mut self, optim: &ModuleOptimizer, model: &FsdpModule<M>) -> Self {
-        let mesh = model.mesh();
-        self.twice = self
-            .twice
-            .or(self.optimizer.is_some().then_some("optimizer"));
-        self.optimizer = Some(OptimizerState {
-            record: optim.to_record(),
-            specs: model.shard_specs(),
-            shard_copies: Copies::Replicas {
-                index: mesh.replicate_rank(),
-                count: mesh.replicate_size(),
-            },
-        });
-        self
+    pub fn optimizer<M: Module>(self, optim: &ModuleOptimizer, model: &FsdpModule<M>) -> Self {
+        self.add_optimizer(optim, model.shard_specs(), copies_in(model.mesh()))
     }
 
     /// Adds an optimizer's state for a model that is not sharded, and equal on all ranks.
-    pub fn dense_optimizer<M: Module>(mut self, optim: &ModuleOptimizer, model: &M) -> Self {
-        self.twice = self
-            .twice
-            .or(self.optimizer.is_some().then_some("optimizer"));
-        self.optimizer = Some(OptimizerState {
+    pub fn dense_optimizer<M: Module>(self, optim: &ModuleOptimizer, model: &M) -> Self {
+        self.add_optimizer(optim, dense_specs(model), Copies::Everywhere)
+    }
+
+    fn add_optimizer(
+        mut self,
+        optim: &ModuleOptimizer,
+        specs: BTreeMap<String, ShardSpec>,
+        shard_copies: Copies,
+    ) -> Self {
+        let added = self.optimizer.replace(OptimizerState {
             record: optim.to_record(),
-            specs: dense_specs(model),
-            shard_copies: Copies::Everywhere,
+            specs,
+            shard_copies,
         });
+        if added.is_some() {
+            self.twice = Some("optimizer");
+        }
         self
     }
 
@@ -302,6 +294,14 @@ impl std::fmt::Debug for OptimizerState {
         f.debug_struct("OptimizerState")
             .field("record", &self.record)
             .finish_non_exhaustive()
+    }
+}
+
+/// Which of the copies of a shard this rank holds.
+fn copies_in(mesh: &DeviceMesh) -> Copies {
+    Copies::Replicas {
+        index: mesh.replicate_rank(),
+        count: mesh.replicate_size(),
     }
 }
 
