@@ -1,5 +1,7 @@
 //! Checkpoints in object stores: in memory, in files, and in one that fails.
 
+mod common;
+
 use std::fmt;
 use std::future::Future;
 use std::io::Write;
@@ -16,12 +18,12 @@ use burn::prelude::*;
 use burn::tensor::TensorData;
 use burn_fsdp::{
     DeviceMesh, FsdpConfig, FsdpModule, FullyShard, ProcessGroup, StateDict, StateDictTarget,
-    launch,
 };
 use burn_fsdp_dcp::{
     Checkpoint, DcpError, LoadOptions, Location, Manager, ManagerConfig, ObjectStorage,
     PendingSave, Region, SaveOptions, Saver, Snapshot, Storage, TensorSource,
 };
+use common::{ranks, ranks_ok};
 use futures_core::Stream;
 use object_store::memory::InMemory;
 use object_store::path::Path;
@@ -94,29 +96,6 @@ impl Trained {
     fn whole(&self) -> burn_fsdp::Result<StateDict> {
         self.model.full_state_dict(StateDictTarget::AllRanks)
     }
-}
-
-/// Ranks of one checkpoint operation, whose errors are the checkpoint's own.
-fn ranks<T: Send>(
-    world: usize,
-    run: impl Fn(&ProcessGroup) -> burn_fsdp_dcp::Result<T> + Send + Sync,
-) -> Vec<burn_fsdp_dcp::Result<T>> {
-    launch(world, |pg| match run(&pg) {
-        Err(DcpError::Group(error)) => Err(error),
-        result => Ok(result),
-    })
-    .unwrap()
-}
-
-/// The same where all ranks succeed.
-fn ranks_ok<T: Send>(
-    world: usize,
-    run: impl Fn(&ProcessGroup) -> burn_fsdp_dcp::Result<T> + Send + Sync,
-) -> Vec<T> {
-    let results = ranks(world, run).into_iter().enumerate();
-    { results }
-        .map(|(rank, r)| r.unwrap_or_else(|e| panic!("rank {rank}: {e}")))
-        .collect()
 }
 
 /// Saves a model of so many steps over what is there, in the foreground or the background.

@@ -1,5 +1,8 @@
 //! Checkpoints of sharded models, as users make them.
 
+#[path = "../common/mod.rs"]
+mod common;
+
 mod background;
 mod damage;
 mod differences;
@@ -17,9 +20,11 @@ use burn::prelude::*;
 use burn::tensor::TensorData;
 use burn_fsdp::{
     DeviceMesh, FsdpConfig, FsdpModule, FullyShard, Placement, ProcessGroup, StateDict,
-    StateDictTarget, launch,
+    StateDictTarget,
 };
 use burn_fsdp_dcp::{DcpError, SaveOptions, Saver, Snapshot};
+
+pub(crate) use common::{ranks, ranks_ok};
 
 /// Puts numbers that look random in the place of a module's.
 struct Numbers(u32);
@@ -106,29 +111,6 @@ impl Net {
 
 pub(crate) fn adamw() -> ModuleOptimizer {
     AdamWConfig::new().with_weight_decay(0.1).init()
-}
-
-/// Ranks of one checkpoint operation, whose errors are the checkpoint's own.
-pub(crate) fn ranks<T: Send>(
-    world: usize,
-    run: impl Fn(&ProcessGroup) -> burn_fsdp_dcp::Result<T> + Send + Sync,
-) -> Vec<burn_fsdp_dcp::Result<T>> {
-    launch(world, |pg| match run(&pg) {
-        Err(DcpError::Group(error)) => Err(error),
-        result => Ok(result),
-    })
-    .unwrap()
-}
-
-/// The same where all ranks succeed.
-pub(crate) fn ranks_ok<T: Send>(
-    world: usize,
-    run: impl Fn(&ProcessGroup) -> burn_fsdp_dcp::Result<T> + Send + Sync,
-) -> Vec<T> {
-    let results = ranks(world, run).into_iter().enumerate();
-    { results }
-        .map(|(rank, r)| r.unwrap_or_else(|e| panic!("rank {rank}: {e}")))
-        .collect()
 }
 
 /// A trained model with its optimizer.
