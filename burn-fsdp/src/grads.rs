@@ -13,7 +13,7 @@ use crate::plan::ShardingPlan;
 use crate::{FsdpError, FsdpModule, Result};
 
 /// Which norm of all gradients taken as one vector.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum NormType {
     /// The sum of absolute values.
     L1,

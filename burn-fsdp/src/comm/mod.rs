@@ -32,7 +32,7 @@ use crate::placement::ShardLayout;
 use crate::{FsdpError, GradientAverage, Placement, Result};
 
 /// How values of several ranks become one.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ReduceOp {
     /// Their sum, added in rank order.
     Sum,
