@@ -67,6 +67,8 @@ mod forward;
 mod full;
 mod fully_shard;
 mod grads;
+#[cfg(feature = "cube")]
+mod kernels;
 mod memory;
 mod mesh;
 mod module;
