@@ -11,6 +11,7 @@
 //! at once if it waits in one. Every wait has a timeout.
 
 mod buffer;
+mod env;
 mod gather;
 pub(crate) mod host;
 mod launch;
