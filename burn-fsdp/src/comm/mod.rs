@@ -17,6 +17,7 @@ pub(crate) mod cube;
 mod cube_gather;
 #[cfg(feature = "cube")]
 mod cube_reduce;
+mod env;
 mod gather;
 pub(crate) mod host;
 mod launch;

@@ -54,8 +54,7 @@ fn scale_kernel<E: Float, C: Float, N: Size>(
         if works[m].contains(ABSOLUTE_POS) {
             let index = works[m].index(ABSOLUTE_POS);
             let buffer = &mut buffers[m];
-            let scaled =
-                Vector::<C, N>::cast_from(buffer[index]) * Vector::new(factor.get::<C>());
+            let scaled = Vector::<C, N>::cast_from(buffer[index]) * Vector::new(factor.get::<C>());
             buffer[index] = Vector::cast_from(scaled);
         }
     }
