@@ -2,13 +2,16 @@
 
 use std::sync::Arc;
 
-use burn::tensor::Tensor;
+use burn::tensor::{DType, Tensor};
+use bytes::Bytes;
 
 use super::GatherInput;
-use super::buffer::{FilledBuffer, SharedBuffer};
+use super::buffer::{BufferPool, FilledBuffer, SharedBuffer};
 use super::host;
+use super::message::MessageWriter;
 use crate::Result;
 use crate::memory::{MemoryCounter, MemoryGuard};
+use crate::placement::ShardLayout;
 
 /// The buffers of a gather: one for each tensor that is split.
 pub(super) type Buffers = Vec<Arc<SharedBuffer>>;
@@ -34,21 +37,52 @@ pub(super) fn write_shards(buffers: &Buffers, inputs: &[GatherInput], rank: usiz
     Ok(())
 }
 
+/// `rank`'s shards, cast and without padding, as a message to all ranks.
+pub(super) fn pack_shards(
+    inputs: &[GatherInput],
+    rank: usize,
+    pool: Option<&Arc<BufferPool>>,
+) -> Result<Bytes> {
+    let split = || inputs.iter().filter(|input| !input.layout.is_whole());
+    let len = |input: &GatherInput| input.layout.owned_len(rank) * input.dtype.size();
+    let mut message = MessageWriter::new(split().map(len), pool);
+    for input in split() {
+        let shard = host::host(&input.shard)?;
+        let piece = message.piece(len(input));
+        let element = input.dtype.size();
+        for (place, span) in input.layout.packed_spans(rank) {
+            let target = &mut piece[place * element..(place + span.len) * element];
+            host::copy_cast(&shard, span.shard, target, input.dtype);
+        }
+    }
+    Ok(message.finish())
+}
+
+/// Writes a piece of `rank`'s message into its places in the full tensor.
+pub(super) fn unpack_shard(
+    piece: &[u8],
+    full: &mut SharedBuffer,
+    layout: &ShardLayout,
+    rank: usize,
+    dtype: DType,
+) {
+    let (full, element) = (full.as_mut_slice(), dtype.size());
+    for (place, span) in layout.packed_spans(rank) {
+        let source = &piece[place * element..(place + span.len) * element];
+        full[span.full * element..(span.full + span.len) * element].copy_from_slice(source);
+    }
+}
+
 /// A tensor that every rank holds whole: itself, or a counted copy in another dtype.
 pub(super) fn cast_whole(input: GatherInput, memory: &Arc<MemoryCounter>) -> Result<Tensor<1>> {
     if input.shard.dtype() == input.dtype {
         return Ok(input.shard);
     }
-    let bytes = input.layout.full_len() * input.dtype.size();
-    let buffer = SharedBuffer::new(bytes, None);
-    {
-        // SAFETY: the buffer is this function's own.
-        let target = unsafe { buffer.slice_mut(0..bytes) };
-        host::copy_cast(&host::host(&input.shard)?, 0, target, input.dtype);
-    }
-    let counted = MemoryGuard::new(memory, bytes);
-    // SAFETY: as above, and its only writer is done.
-    let filled = unsafe { FilledBuffer::new(Arc::new(buffer), counted) };
+    let bytes = full_bytes(&input);
+    let mut buffer = SharedBuffer::new(bytes, None);
+    let target = buffer.as_mut_slice();
+    host::copy_cast(&host::host(&input.shard)?, 0, target, input.dtype);
+    let filled = FilledBuffer::of(buffer, MemoryGuard::new(memory, bytes));
     Ok(host::from_bytes(
         filled.into_bytes(),
         input.layout.full_len(),
