@@ -24,6 +24,8 @@ mod open_gathers;
 mod process;
 mod rendezvous;
 mod tcp;
+#[cfg(test)]
+mod testing;
 mod wire;
 
 use std::fmt;

@@ -8,6 +8,9 @@
 //! All collectives are matched by position, those of units too, so ranks must use the same units in
 //! the same order.
 
+#[cfg(test)]
+mod tests;
+
 use std::sync::{Arc, Weak};
 
 use burn::tensor::{Bytes, DType, Device, Tensor};

@@ -152,6 +152,11 @@ impl Inbox {
         !before
     }
 
+    #[cfg(test)]
+    pub(super) fn open_exchanges(&self) -> usize {
+        self.state.lock().exchanges.len()
+    }
+
     pub(super) fn has_returned(&self, rank: usize) -> bool {
         self.state.lock().returned[rank]
     }
