@@ -142,7 +142,7 @@ fn a_last_line_without_an_end_gets_one() {
 
 #[test]
 fn a_line_is_shown_before_the_rank_ends() {
-    let running = start("--nproc 1", "echo here; sleep 1000");
+    let running = start("--nproc 1", "echo here; exec sleep 1000");
     assert_eq!(running.wait_for_lines(1, "here"), ["[0] here"]);
 }
 

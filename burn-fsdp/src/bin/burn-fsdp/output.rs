@@ -88,10 +88,7 @@ impl Output {
 
     fn log(&mut self, bytes: &[u8]) {
         if let Some(Err(error)) = self.log.as_mut().map(|log| log.write_all(bytes)) {
-            complain(&format!(
-                "a log of {}is no longer written: {error}",
-                self.prefix
-            ));
+            complain(&format!("a log can no longer be written: {error}"));
             self.log = None;
         }
     }

@@ -106,10 +106,12 @@ impl Ending {
 
     /// As shells count: 128 and the signal's number if there was one.
     pub(crate) fn exit_code(self) -> u8 {
-        let code = self
-            .0
-            .and_then(|status| status.code().or(self.signal().map(|s| 128 + s)));
-        code.and_then(|code| u8::try_from(code).ok()).unwrap_or(1)
+        let code = match (self.0, self.signal()) {
+            (_, Some(signal)) => 128 + signal,
+            (Some(status), None) => status.code().unwrap_or(1),
+            (None, None) => 1,
+        };
+        u8::try_from(code).unwrap_or(1)
     }
 
     fn signal(self) -> Option<i32> {

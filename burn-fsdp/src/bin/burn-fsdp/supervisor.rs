@@ -114,10 +114,8 @@ impl Supervisor {
     /// Brings the deadline forward, never back.
     fn kill_in(&mut self, grace: Duration) {
         let deadline = Instant::now() + grace;
-        self.deadline = Some(
-            self.deadline
-                .map_or(deadline, |earlier| earlier.min(deadline)),
-        );
+        let earlier = self.deadline.unwrap_or(deadline);
+        self.deadline = Some(earlier.min(deadline));
     }
 
     fn give_up(&mut self) {

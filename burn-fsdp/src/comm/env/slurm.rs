@@ -1,6 +1,6 @@
 //! What `srun` sets.
 
-use super::{JobEnv, LOCAL_ADDR, LOCAL_PORT, Launcher, Seat, Vars, check_local_size, check_rank};
+use super::{LOCAL_ADDR, LOCAL_PORT, Launcher, Seat, Vars, check_local_size, check_rank};
 use crate::{FsdpError, Result};
 
 /// Ports of jobs, below those that Linux gives to connections.
@@ -136,6 +136,7 @@ pub(super) fn port(vars: &Vars<'_>, step: u64) -> Result<Option<u16>> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::comm::env::JobEnv;
 
     #[test]
     fn the_first_host_of_a_node_list_is_found() {
