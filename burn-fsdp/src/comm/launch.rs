@@ -98,7 +98,7 @@ impl LaunchConfig {
         let threads = self.threads_per_rank;
         let threads = threads.unwrap_or_else(|| share_of_cores(self.world_size));
         let run = |rank: usize, engine| {
-            let description = format!("rank {rank} of {} (threads of a process)", self.world_size);
+            let description = format!("rank {rank} of {} (local, a thread)", self.world_size);
             let group = ProcessGroup::new(engine, description, Device::flex());
             run_rank(group, threads, &f)
         };

@@ -43,8 +43,8 @@ pub(crate) trait Wire: Debug + Send + Sync {
     /// Starts the next exchange. Never waits for another rank.
     fn start(&self, call: Call, outgoing: Outgoing) -> Result<Box<dyn Exchange>>;
 
-    /// The wire between these ranks, ascending and this one among them. Only they must call this,
-    /// all in the same order.
+    /// The wire between these ranks of the group, ascending and this one among them. Only they must
+    /// call this, all in the same order.
     fn subset(&self, ranks: &[usize]) -> Result<Arc<dyn Wire>>;
 
     /// Makes the job fail with `cause`, unless it has already.

@@ -368,6 +368,7 @@ impl Net {
     }
 
     fn loss(&self, x: Tensor<2>) -> Tensor<1> {
+        let x = x.cast(self.head.weight.val().dtype());
         let x = self
             .layers
             .iter()

@@ -1,7 +1,8 @@
 //! One connection between each two ranks.
 
+use std::io;
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
-use std::sync::mpsc;
+use std::sync::mpsc::{self, Receiver};
 use std::time::{Duration, Instant};
 
 use super::acceptor::Acceptor;
@@ -43,14 +44,35 @@ fn connect_by_store(job: &Job) -> Result<Vec<Option<TcpStream>>> {
 /// A rank connects to those before it, once it knows where all are, and waits for those after it.
 fn connect_all(job: &Job, store: &mut Store) -> Result<Vec<Option<TcpStream>>> {
     let deadline = Instant::now() + job.timeout;
-    let io_error = |error: std::io::Error| job.error(format!("rank {}: {error}", job.rank));
+    let io_error = |error: io::Error| job.error(format!("rank {}: {error}", job.rank));
     let (own, rank_0) = store.addresses()?;
     let listener = listen_near(own, job).map_err(io_error)?;
     let port = listener.local_addr().map_err(io_error)?.port();
+    let (_acceptor, arrivals) = accept(listener, job).map_err(io_error)?;
 
+    let address = SocketAddr::new(own, port).to_string();
+    store.set(&key(job.rank), address.as_bytes())?;
+    let addresses = addresses_of_all(job, store)?;
+
+    let mut streams: Vec<Option<TcpStream>> = (0..job.world_size).map(|_| None).collect();
+    for (rank, address) in addresses.into_iter().enumerate().take(job.rank) {
+        let address = seen_from(own, rank_0, address);
+        streams[rank] = Some(reach(job, rank, address)?);
+    }
+    await_later(job, store, &arrivals, &mut streams, deadline)?;
+    for stream in streams.iter().flatten() {
+        stream.set_nodelay(true).map_err(io_error)?;
+    }
+    Ok(streams)
+}
+
+type Arrivals = Receiver<(usize, TcpStream)>;
+
+/// Lets in the ranks that want to send messages to this one.
+fn accept(listener: TcpListener, job: &Job) -> io::Result<(Acceptor, Arrivals)> {
     let (sender, arrivals) = mpsc::channel();
     let context = job.clone();
-    let _acceptor = Acceptor::start(listener, job.clone(), move |visitor| {
+    let acceptor = Acceptor::start(listener, job.clone(), move |visitor| {
         let rank = visitor.rank;
         match visitor.check(&context, Purpose::Messages(context.rank)) {
             Err(reason) => visitor.refuse(&reason),
@@ -60,37 +82,35 @@ fn connect_all(job: &Job, store: &mut Store) -> Result<Vec<Option<TcpStream>>> {
                 Err(error) => log::debug!("rank {rank} has gone: {error}"),
             },
         }
-    })
-    .map_err(io_error)?;
+    })?;
+    Ok((acceptor, arrivals))
+}
 
-    store.set(
-        &key(job.rank),
-        SocketAddr::new(own, port).to_string().as_bytes(),
-    )?;
-    let mut addresses = Vec::with_capacity(job.world_size);
-    for rank in 0..job.world_size {
+/// Where each rank says that it is.
+fn addresses_of_all(job: &Job, store: &mut Store) -> Result<Vec<SocketAddr>> {
+    let address = |rank: usize| {
         let text = store.get(&key(rank))?;
         let text = String::from_utf8_lossy(&text);
-        let address: SocketAddr = text
-            .parse()
-            .map_err(|_| job.error(format!("rank {rank} says that it is at \"{text}\"")))?;
-        addresses.push(seen_from(own, rank_0, address));
-    }
-    let mut streams: Vec<Option<TcpStream>> = (0..job.world_size).map(|_| None).collect();
-    for (rank, address) in addresses.into_iter().enumerate().take(job.rank) {
-        streams[rank] = Some(reach(job, rank, address)?);
-    }
+        text.parse()
+            .map_err(|_| job.error(format!("rank {rank} says that it is at \"{text}\"")))
+    };
+    (0..job.world_size).map(address).collect()
+}
+
+/// Waits for the ranks after this one.
+fn await_later(
+    job: &Job,
+    store: &mut Store,
+    arrivals: &Arrivals,
+    streams: &mut [Option<TcpStream>],
+    deadline: Instant,
+) -> Result<()> {
     loop {
         let missing: Vec<usize> = (job.rank + 1..job.world_size)
             .filter(|&rank| streams[rank].is_none())
             .collect();
         if missing.is_empty() {
-            break;
-        }
-        match arrivals.recv_timeout(NAP) {
-            Ok((rank, stream)) if missing.contains(&rank) => streams[rank] = Some(stream),
-            Ok((rank, _)) => log::warn!("rank {rank} has connected again, which is ignored"),
-            Err(_) => store.check()?,
+            return Ok(());
         }
         if Instant::now() >= deadline {
             return Err(job.error(format!(
@@ -98,11 +118,12 @@ fn connect_all(job: &Job, store: &mut Store) -> Result<Vec<Option<TcpStream>>> {
                 job.rank, job.timeout
             )));
         }
+        match arrivals.recv_timeout(NAP) {
+            Ok((rank, stream)) if missing.contains(&rank) => streams[rank] = Some(stream),
+            Ok((rank, _)) => log::warn!("rank {rank} has connected again, which is ignored"),
+            Err(_) => store.check()?,
+        }
     }
-    for stream in streams.iter().flatten() {
-        stream.set_nodelay(true).map_err(io_error)?;
-    }
-    Ok(streams)
 }
 
 fn key(rank: usize) -> String {
@@ -111,7 +132,7 @@ fn key(rank: usize) -> String {
 
 /// A listener of the interface by which this process has reached rank 0. If it is of rank 0's host,
 /// that may be one that other hosts can't reach.
-fn listen_near(own: IpAddr, job: &Job) -> std::io::Result<TcpListener> {
+fn listen_near(own: IpAddr, job: &Job) -> io::Result<TcpListener> {
     match own.is_loopback() && !job.is_on_one_host() {
         true => listen_everywhere(0),
         false => TcpListener::bind((own, 0)),

@@ -2,6 +2,12 @@
 //!
 //! Each two ranks have one connection. Groups share it: a message says which group and which
 //! position it is for, so that they may come in any order.
+//!
+//! # Note: what ends a wait
+//!
+//! A rank that ends, however it does, closes its connections, and all others know at once: a clean
+//! end says goodbye first. What closes nothing is found by the timeout alone: a host that loses its
+//! power, a process that is stopped, ranks that wait for each other in different groups.
 
 mod acceptor;
 mod connect;
