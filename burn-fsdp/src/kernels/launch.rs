@@ -23,7 +23,7 @@ pub(super) struct Group<K> {
 }
 
 /// Puts buffers of equal key together, in the order they come. `others` is how many buffers the
-/// kernel has beside them.
+/// kernel has beside them and its scalars, which some runtimes bind as one more.
 pub(super) fn groups<K: PartialEq>(
     client: &Client,
     keys: impl IntoIterator<Item = (usize, K)>,
@@ -31,7 +31,7 @@ pub(super) fn groups<K: PartialEq>(
 ) -> Vec<Group<K>> {
     let bindings = client.properties().hardware.max_bindings as usize;
     let limit = BUFFERS_PER_LAUNCH
-        .min(bindings.saturating_sub(others))
+        .min(bindings.saturating_sub(others + 1))
         .max(1);
     let mut groups: Vec<Group<K>> = Vec::new();
     for (member, key) in keys {

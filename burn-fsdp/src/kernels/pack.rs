@@ -8,7 +8,7 @@ use cubecl::std::FastDivmod;
 use super::buffer::{Buffer, elem};
 use super::launch::{Place, Work, address_type, grid, groups, wide, width, works};
 use super::packing::{Member, Packing};
-use super::rounding::{Key, Rounding, round_by_chance};
+use super::rounding::{Key, Rounding, cast, cast_by_chance};
 
 /// Casts and packs this rank's shards of all members into its slot. Padding becomes zeros.
 ///
@@ -121,10 +121,10 @@ fn fill(
         // Zeros are of the dtype they are written in.
         let from = from.unwrap_or(to);
         let by_chance = to == DType::BF16 && from != to && rounding != Rounding::Nearest;
-        let between = match () {
-            () if by_chance => DType::F32,
-            () if from == to && divisor == 1.0 => to,
-            () => wide([from, to]),
+        let between = if by_chance {
+            DType::F32
+        } else {
+            wide([from, to])
         };
         let member = |i: &usize| &members[*i];
         let (works, items) = works(group.members.iter().map(|i| member(i).slot.len() / width));
@@ -193,14 +193,14 @@ fn fill_kernel<I: Float, C: Float, O: Float, N: Size>(
                 if index < place.shard_len {
                     let (source, exists) = place.full_index(rank, index);
                     if exists {
-                        let mut wide = Vector::<C, N>::cast_from(sources[m][source]);
+                        let mut wide = cast::<I, C, N>(sources[m][source]);
                         if divides {
                             wide /= Vector::new(divisor.get::<C>());
                         }
                         if by_chance {
-                            value = round_by_chance(Vector::cast_from(wide), target, &key);
+                            value = cast_by_chance(Vector::cast_from(wide), target, &key);
                         } else {
-                            value = Vector::cast_from(wide);
+                            value = cast(wide);
                         }
                     }
                 }
@@ -242,7 +242,6 @@ mod tests {
                 let values = values(7, len, from);
                 let expected: Vec<_> = values.iter().map(|x| round(*x, to)).collect();
                 let got = packed(&values, from, to, Rounding::Nearest);
-                println!("{from:?} {to:?} {len}");
                 assert_same(&got, &expected);
             }
         }
