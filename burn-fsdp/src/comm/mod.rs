@@ -15,8 +15,12 @@ mod gather;
 pub(crate) mod host;
 mod launch;
 mod local;
+#[cfg(feature = "mpi")]
+mod mpi;
 mod open_gathers;
 mod rendezvous;
+#[cfg(feature = "mpi")]
+mod wire;
 
 use std::fmt;
 use std::hash::{DefaultHasher, Hash, Hasher};
