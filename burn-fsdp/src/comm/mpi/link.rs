@@ -85,27 +85,24 @@ impl Link {
         self.failure.get().cloned()
     }
 
-    /// Makes the job fail, unless it has. All ranks have the same cause when it returns.
-    pub(super) fn fail(&self, cause: FsdpError) {
+    /// Makes the job fail, unless it has. What it has failed with, which is settled then.
+    pub(super) fn fail(&self, cause: FsdpError) -> FsdpError {
         let (settled, settling) = mpsc::channel();
         self.send(Job::Fail {
             cause: cause.clone(),
             settled,
         });
         _ = settling.recv_timeout(PATIENCE);
-        self.failure.get_or_init(|| cause);
+        self.failure.get_or_init(|| cause).clone()
     }
 
-    /// What the job has failed with; if the thread does not say, `otherwise`.
-    fn cause(&self, otherwise: impl FnOnce() -> FsdpError) -> FsdpError {
-        self.failure.get_or_init(otherwise).clone()
-    }
-
-    fn thread_is_gone(&self) -> FsdpError {
-        FsdpError::RankFailed {
+    /// Why the thread has dropped a result: the job has failed, or is about to, or the thread is
+    /// gone.
+    fn dropped(&self) -> FsdpError {
+        self.fail(FsdpError::RankFailed {
             rank: self.rank,
             cause: "its MPI thread has ended".into(),
-        }
+        })
     }
 }
 
@@ -153,7 +150,7 @@ impl<T> Ticket<T> {
         match self.result.try_recv() {
             Ok(result) => Ok(Some(result)),
             Err(TryRecvError::Empty) => Ok(None),
-            Err(TryRecvError::Disconnected) => Err(self.link.cause(|| self.link.thread_is_gone())),
+            Err(TryRecvError::Disconnected) => Err(self.link.dropped()),
         }
     }
 
@@ -163,21 +160,23 @@ impl<T> Ticket<T> {
         let after = link.timeout;
         match self.result.recv_timeout(after) {
             Ok(result) => return Ok(result),
-            Err(RecvTimeoutError::Disconnected) => return Err(link.cause(|| link.thread_is_gone())),
+            Err(RecvTimeoutError::Disconnected) => return Err(link.dropped()),
             Err(RecvTimeoutError::Timeout) => {}
         }
         // The thread knows who is missing.
         let id = self.id;
         link.send(Job::TimedOut { id, after });
-        self.result.recv_timeout(PATIENCE).map_err(|_| {
-            link.cause(|| FsdpError::Timeout {
+        match self.result.recv_timeout(PATIENCE) {
+            Ok(result) => Ok(result),
+            Err(RecvTimeoutError::Disconnected) => Err(link.dropped()),
+            Err(RecvTimeoutError::Timeout) => Err(link.fail(FsdpError::Timeout {
                 rank: link.rank,
                 call: self.call,
                 after,
                 missing: Vec::new(),
                 last_calls: Vec::new(),
-            })
-        })
+            })),
+        }
     }
 }
 

@@ -59,6 +59,15 @@ fn int(call: &'static str, n: usize) -> Result<c_int> {
     }
 }
 
+/// Where a buffer of this length starts. An empty one has any address, and MPI gives some a meaning
+/// (`MPI_IN_PLACE`), but null none.
+fn start_of(address: *mut u8, len: usize) -> *mut c_void {
+    match len {
+        0 => ptr::null_mut(),
+        _ => address.cast(),
+    }
+}
+
 fn byte() -> ffi::MPI_Datatype {
     // SAFETY: a constant.
     unsafe { ffi::RSMPI_UINT8_T }
@@ -203,7 +212,8 @@ impl Communicator {
             outgoing: vec![message],
             ..Held::new(&self.universe)
         };
-        let buffer = held.outgoing[0].as_ptr().cast();
+        let message = &held.outgoing[0];
+        let buffer = start_of(message.as_ptr().cast_mut(), message.len());
         Request::start("MPI_Isend", held, |_, request| {
             // SAFETY: the request holds the message.
             unsafe { ffi::MPI_Isend(buffer, len, byte(), to, TAG, self.raw, request) }
@@ -270,10 +280,10 @@ impl Communicator {
             // and fit into what comes in.
             unsafe {
                 ffi::MPI_Iallgatherv(
-                    message.as_ptr().cast(),
+                    start_of(message.as_ptr().cast_mut(), message.len()),
                     message.len() as c_int,
                     byte(),
-                    incoming.as_mut_ptr().cast(),
+                    start_of(incoming.as_mut_ptr(), incoming.len()),
                     held.counts.as_ptr(),
                     held.displacements.as_ptr(),
                     byte(),
@@ -425,7 +435,7 @@ struct Held {
     displacements: Vec<c_int>,
     blocks: Option<(Blocks, Blocks)>,
     /// The last to go, as MPI frees the blocks.
-    universe: Rc<Universe>,
+    _universe: Rc<Universe>,
 }
 
 impl Held {
@@ -436,7 +446,7 @@ impl Held {
             counts: Vec::new(),
             displacements: Vec::new(),
             blocks: None,
-            universe: universe.clone(),
+            _universe: universe.clone(),
         }
     }
 }

@@ -99,6 +99,9 @@ impl<W> Rounds<W> {
 
     /// The oldest exchange, if all ranks have started it, and the lengths of their messages.
     pub(super) fn next(&mut self) -> Result<Option<(Started<W>, Vec<usize>)>> {
+        if self.started.is_empty() {
+            return Ok(None);
+        }
         let Some(headers) = self.oldest_round()? else {
             return Ok(None);
         };
@@ -195,6 +198,16 @@ mod tests {
         assert_eq!((next.work, lens), (1, vec![20, 1, 70]));
         assert!(rounds.is_empty());
         assert!(rounds.next().unwrap().is_none());
+    }
+
+    #[test]
+    fn what_is_announced_before_this_rank_joins_the_group_is_kept() {
+        let mut rounds = Rounds::new(5);
+        rounds.announce(2, header("a"));
+        assert!(rounds.next().unwrap().is_none());
+        rounds.ranks = vec![2, 5];
+        rounds.start(started(1, "a"));
+        assert!(rounds.next().unwrap().is_some());
     }
 
     #[test]
