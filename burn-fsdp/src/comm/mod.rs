@@ -26,6 +26,8 @@ pub(crate) mod host;
 mod launch;
 mod local;
 mod message;
+#[cfg(feature = "mpi")]
+mod mpi;
 mod open_gathers;
 mod process;
 mod rendezvous;
