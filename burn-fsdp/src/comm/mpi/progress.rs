@@ -261,7 +261,7 @@ impl Progress {
                 }
                 self.accuse(cause)
             }
-            Job::Close if self.ended[self.world.rank()] => {}
+            Job::Close if self.ended[self.world.rank()] => Ok(()),
             Job::Close => {
                 self.parting = Some(Instant::now());
                 self.ended[self.world.rank()] = true;

@@ -54,8 +54,9 @@ impl DeviceArg {
 /// Ranks take the host's devices in turn: with more ranks than devices, several share one.
 #[cfg(any(feature = "cuda", feature = "rocm"))]
 fn nth_of(kind: burn::tensor::DeviceType, local_rank: usize) -> Result<usize, String> {
+    let none = format!("no {kind:?} device is there");
     match Device::enumerate(kind).into_vec().len() {
-        0 => Err(format!("no {kind:?} device is there")),
+        0 => Err(none),
         count => Ok(local_rank % count),
     }
 }
