@@ -15,8 +15,12 @@ mod gather;
 pub(crate) mod host;
 mod launch;
 mod local;
+mod local_wire;
+#[cfg(feature = "cube")]
+mod nccl;
 mod open_gathers;
 mod rendezvous;
+mod wire;
 
 use std::fmt;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -27,6 +31,7 @@ use burn::tensor::{DType, Tensor};
 
 pub use launch::{LaunchConfig, launch};
 
+use self::wire::Wire;
 use crate::memory::MemoryCounter;
 use crate::placement::ShardLayout;
 use crate::{FsdpError, GradientAverage, Placement, Result};
@@ -236,6 +241,9 @@ pub(crate) trait Engine: fmt::Debug + Send + Sync {
 
     /// Splits the group into those of equal `color`, in rank order.
     fn split(&self, color: usize) -> Result<Arc<dyn Engine>>;
+
+    /// A wire between the ranks of the group, with positions of its own. A collective.
+    fn control(&self) -> Result<Arc<dyn Wire>>;
 
     /// Makes the group fail with `cause`, unless it has already.
     fn fail(&self, cause: FsdpError);

@@ -5,6 +5,7 @@
 
 use std::fmt::Debug;
 use std::sync::Arc;
+use std::time::Duration;
 
 use bytes::Bytes;
 
@@ -36,6 +37,9 @@ pub(crate) trait Wire: Debug + Send + Sync {
     /// Ranks of the group.
     fn world_size(&self) -> usize;
 
+    /// How long a rank waits for the others before it gives up.
+    fn timeout(&self) -> Duration;
+
     /// Starts the next exchange. Never waits for another rank.
     fn start(&self, call: Call, outgoing: Outgoing) -> Result<Box<dyn Exchange>>;
 
@@ -52,8 +56,12 @@ pub(crate) trait Wire: Debug + Send + Sync {
 
 /// An exchange under way. Dropping it abandons the result, not the other ranks.
 pub(crate) trait Exchange: Debug + Send {
-    /// Whether every rank's message is here. Never waits.
+    /// Whether every rank's message is here. Never waits, and knows no timeout.
     fn poll(&mut self) -> Result<bool>;
+
+    /// What a rank that gives up now fails with: [`FsdpError::Timeout`], which names the ranks whose
+    /// message is not here. For those who poll.
+    fn overdue(&self) -> FsdpError;
 
     /// Blocks until every rank's message is here; the messages, in rank order. Fails after the
     /// group's timeout with [`FsdpError::Timeout`].

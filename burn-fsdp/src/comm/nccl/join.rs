@@ -1,0 +1,190 @@
+//! How ranks form an NCCL group over a group that they have already.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::time::{Duration, Instant};
+
+use super::driver::{Driver, UniqueId};
+use super::engine::NcclEngine;
+use crate::comm::wire::Wire;
+use crate::comm::{Call, Engine};
+use crate::{FsdpError, Result};
+
+/// How often a rank that joins looks whether the job has failed.
+const NAP: Duration = Duration::from_millis(100);
+
+/// What a rank tells the others of itself: its device, and the id if it is rank 0; or why it can't.
+type Introduction = Result<(String, Option<UniqueId>), String>;
+
+impl<D: Driver> NcclEngine<D> {
+    /// The engine of this rank of `group` over NCCL, which all ranks must form, each with its own
+    /// device. `group` remains; the engine talks over a wire of its own between its ranks.
+    ///
+    /// A rank that has no driver takes part too, so that all ranks fail.
+    pub(super) fn form(group: &dyn Engine, driver: Result<Arc<D>>) -> Result<Self> {
+        let introduce = |driver: &Arc<D>| {
+            let id = (group.rank() == 0)
+                .then(|| driver.unique_id())
+                .transpose()?;
+            Ok((driver.identity()?, id))
+        };
+        let own = driver
+            .as_ref()
+            .map_err(FsdpError::clone)
+            .and_then(introduce);
+        let told = own.as_ref().map_err(FsdpError::to_string);
+        let call = Call::new("forming", "an NCCL group");
+        let all = group.exchange(call, encode(&told.cloned()))?;
+        let id = agree(own, all.iter().map(|message| decode(message)).collect())?;
+        let driver = driver?;
+        let wire = group.control()?;
+        let (joining, rank, world_size) = (driver.clone(), wire.rank(), wire.world_size());
+        let join = move || joining.join(&id, rank, world_size);
+        let communicator = patiently(&*wire, "joining the communicator", join)?;
+        Self::new(driver, wire, communicator)
+    }
+}
+
+/// The id to join by, if all ranks can, each with a device of its own.
+fn agree(own: Result<(String, Option<UniqueId>)>, all: Vec<Introduction>) -> Result<UniqueId> {
+    own?;
+    let mut ranks = HashMap::<String, usize>::new();
+    let mut ids = Vec::new();
+    for (rank, introduction) in all.into_iter().enumerate() {
+        let (device, id) = introduction.map_err(|cause| FsdpError::RankFailed { rank, cause })?;
+        ids.extend(id);
+        if let Some(other) = ranks.insert(device.clone(), rank) {
+            return Err(FsdpError::argument(format!(
+                "ranks {other} and {rank} are both on {device}; NCCL needs a GPU for each rank: \
+                 choose it by the rank's number on its host"
+            )));
+        }
+    }
+    Ok(*ids
+        .first()
+        .expect("rank 0 has introduced itself with an id"))
+}
+
+/// Runs `call`, which blocks until other ranks make it too, on a thread of its own, and gives up on
+/// it when the job has failed or the timeout has passed. What has been given up on may block for
+/// ever: NCCL can't abort what has not begun.
+pub(super) fn patiently<T: Send + 'static>(
+    wire: &dyn Wire,
+    what: &str,
+    call: impl FnOnce() -> Result<T> + Send + 'static,
+) -> Result<T> {
+    let (sender, receiver) = channel();
+    // Nobody receives what comes too late.
+    let run = move || sender.send(call()).unwrap_or_default();
+    std::thread::Builder::new()
+        .name("nccl-join".to_string())
+        .spawn(run)
+        .map_err(FsdpError::other)?;
+    let start = Instant::now();
+    let outcome = loop {
+        match receiver.recv_timeout(NAP.min(wire.timeout())) {
+            Ok(outcome) => break outcome,
+            Err(RecvTimeoutError::Disconnected) => {
+                break Err(FsdpError::argument(format!("{what} panicked")));
+            }
+            Err(RecvTimeoutError::Timeout) => {}
+        }
+        if let Some(cause) = wire.failure() {
+            break Err(cause);
+        }
+        if start.elapsed() >= wire.timeout() {
+            break Err(FsdpError::Timeout {
+                rank: wire.rank(),
+                call: what.to_string(),
+                after: wire.timeout(),
+                missing: Vec::new(),
+                last_calls: Vec::new(),
+            });
+        }
+    };
+    outcome.map_err(|cause| {
+        wire.fail(cause.clone());
+        wire.failure().unwrap_or(cause)
+    })
+}
+
+// One byte that says what follows: an error, a device, or an id and a device.
+const FAILED: u8 = 0;
+const READY: u8 = 1;
+const READY_WITH_ID: u8 = 2;
+
+fn encode(introduction: &Introduction) -> Vec<u8> {
+    let (kind, id, text) = match introduction {
+        Err(cause) => (FAILED, None, cause),
+        Ok((device, None)) => (READY, None, device),
+        Ok((device, Some(id))) => (READY_WITH_ID, Some(id), device),
+    };
+    let id = id.map_or(&[][..], |id| id);
+    [&[kind], id, text.as_bytes()].concat()
+}
+
+fn decode(message: &[u8]) -> Introduction {
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    match message {
+        [READY, device @ ..] => Ok((text(device), None)),
+        [READY_WITH_ID, rest @ ..] => match rest.split_first_chunk() {
+            Some((id, device)) => Ok((text(device), Some(*id))),
+            None => Err("its introduction is cut off".to_string()),
+        },
+        [_, cause @ ..] => Err(text(cause)),
+        [] => Err("its introduction is empty".to_string()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn introductions_survive_the_wire() {
+        for introduction in [
+            Ok(("GPU-1".to_string(), None)),
+            Ok(("GPU-0".to_string(), Some([7; 128]))),
+            Err("no driver".to_string()),
+        ] {
+            assert_eq!(decode(&encode(&introduction)), introduction);
+        }
+        assert!(decode(&[]).is_err());
+        assert!(decode(&[READY_WITH_ID, 1, 2, 3]).is_err());
+    }
+
+    #[test]
+    fn ranks_that_share_a_gpu_are_told_so() {
+        let own = || Ok(("GPU-a".to_string(), Some([0; 128])));
+        let other = |device: &str| Ok((device.to_string(), None));
+        let all = vec![Ok(own().unwrap()), other("GPU-b"), other("GPU-a")];
+        let error = agree(own(), all).unwrap_err().to_string();
+        assert!(error.contains("ranks 0 and 2 are both on GPU-a"), "{error}");
+    }
+
+    #[test]
+    fn a_rank_without_nccl_is_named_to_the_others_and_keeps_its_own_error() {
+        let cause = "no libnccl".to_string();
+        let own = Ok(("GPU-a".to_string(), Some([0; 128])));
+        let all = || {
+            vec![
+                Ok(("GPU-a".to_string(), Some([0; 128]))),
+                Err(cause.clone()),
+            ]
+        };
+        let error = agree(own, all()).unwrap_err();
+        assert!(
+            matches!(error, FsdpError::RankFailed { rank: 1, .. }),
+            "{error}"
+        );
+        let own = Err(FsdpError::NcclUnavailable {
+            reason: cause.clone(),
+        });
+        let error = agree(own, all()).unwrap_err();
+        assert!(
+            matches!(error, FsdpError::NcclUnavailable { .. }),
+            "{error}"
+        );
+    }
+}
