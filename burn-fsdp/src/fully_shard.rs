@@ -393,7 +393,8 @@ impl Sharder<'_> {
         let trained = self.group.broadcast_bytes(0, vec![trained])?[0] == 1;
         let call = Call::new("scatter", format!("parameter \"{path}\""));
         let value = source.map(|(value, _)| value);
-        let shard = scatter(&self.state.context.mesh, call, layout, value)?;
+        let device = param.lazy_device().inner();
+        let shard = scatter(&self.state.context.mesh, call, layout, value, &device)?;
         Ok((shard, trained))
     }
 }

@@ -80,6 +80,10 @@ impl ShardLayout {
         Self::new(&self.shape, self.placement, world_size)
     }
 
+    pub(crate) fn world_size(&self) -> usize {
+        self.world_size
+    }
+
     /// Whether every rank's shard is the full tensor.
     pub(crate) fn is_whole(&self) -> bool {
         self.placement == Placement::Replicate || self.world_size == 1
@@ -93,6 +97,16 @@ impl ShardLayout {
     /// Elements of a stored shard, padding included. Equal on all ranks.
     pub(crate) fn shard_len(&self) -> usize {
         self.outer * self.chunk * self.inner
+    }
+
+    /// Elements of a stored shard that are contiguous in the full tensor, padding included.
+    pub(crate) fn run_len(&self) -> usize {
+        self.chunk * self.inner
+    }
+
+    /// Elements of the full tensor over which every rank has one run.
+    pub(crate) fn row_len(&self) -> usize {
+        self.dim * self.inner
     }
 
     /// Shape of a stored shard, padding included. Equal on all ranks.

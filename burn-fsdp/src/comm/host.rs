@@ -5,8 +5,8 @@ use burn::backend::tensor::FloatTensor;
 use burn::tensor::{Bytes, DType, Element, Tensor, TensorData, bf16, f16};
 use rayon::prelude::*;
 
-use super::{ReduceOp, Reduction};
 use crate::placement::ShardLayout;
+use crate::reduction::{ReduceOp, Reduction};
 use crate::{FsdpError, Result};
 
 pub(crate) type HostTensor = FloatTensor<Flex>;
@@ -31,6 +31,11 @@ pub(crate) fn host(tensor: &Tensor<1>) -> Result<HostTensor> {
     } else {
         primitive.to_contiguous()
     })
+}
+
+/// Whether the tensor is one of the host.
+pub(crate) fn is_host(tensor: &Tensor<1>) -> bool {
+    tensor.clone().try_into_primitive::<Flex>().is_ok()
 }
 
 pub(crate) fn from_bytes(bytes: Bytes, len: usize, dtype: DType) -> Tensor<1> {
@@ -158,10 +163,6 @@ pub(crate) fn copy_cast(src: &HostTensor, start: usize, dst: &mut [u8], dtype: D
 }
 
 /// `rank`'s shard of a full tensor, padded with zeros.
-pub(crate) fn take_shard(full: &Tensor<1>, layout: &ShardLayout, rank: usize) -> Result<Tensor<1>> {
-    Ok(shard_of(&host(full)?, layout, rank))
-}
-
 pub(crate) fn shard_of(full: &HostTensor, layout: &ShardLayout, rank: usize) -> Tensor<1> {
     let dtype = full.dtype();
     with_float!(dtype, T => {

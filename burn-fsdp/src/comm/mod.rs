@@ -11,6 +11,12 @@
 //! at once if it waits in one. Every wait has a timeout.
 
 mod buffer;
+#[cfg(feature = "cube")]
+pub(crate) mod cube;
+#[cfg(feature = "cube")]
+mod cube_gather;
+#[cfg(feature = "cube")]
+mod cube_reduce;
 mod gather;
 pub(crate) mod host;
 mod launch;
@@ -27,76 +33,15 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
 
-use burn::tensor::{DType, Tensor};
+use burn::tensor::{DType, Device, Tensor};
 
 pub use launch::{LaunchConfig, launch};
 
 use self::wire::Wire;
-use crate::memory::MemoryCounter;
+use crate::memory::{MemoryCounter, MemoryGuard};
 use crate::placement::ShardLayout;
+use crate::reduction::{ReduceOp, Reduction};
 use crate::{FsdpError, GradientAverage, Placement, Result};
-
-/// How values of several ranks become one.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ReduceOp {
-    /// Their sum, added in rank order.
-    Sum,
-    /// Their sum divided by their number.
-    Mean,
-    /// The largest; NaN if any is NaN.
-    Max,
-    /// The smallest; NaN if any is NaN.
-    Min,
-}
-
-/// A [`ReduceOp`] with the divisions around it.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) struct Reduction {
-    pub(crate) op: ReduceOp,
-    pub(crate) pre_divide: f64,
-    pub(crate) post_divide: f64,
-}
-
-impl Reduction {
-    pub(crate) fn plain(op: ReduceOp) -> Self {
-        Self {
-            op,
-            pre_divide: 1.0,
-            post_divide: 1.0,
-        }
-    }
-
-    pub(crate) fn mean(world_size: usize) -> Self {
-        Self {
-            post_divide: world_size as f64,
-            ..Self::plain(ReduceOp::Sum)
-        }
-    }
-
-    /// In f16 the mean divides by a power of two near the root of the size before the sum, and by
-    /// the rest after it, as PyTorch does.
-    pub(crate) fn new(average: GradientAverage, world_size: usize, dtype: DType) -> Self {
-        match average {
-            GradientAverage::Sum => Self::plain(ReduceOp::Sum),
-            GradientAverage::Factor(factor) => Self {
-                post_divide: factor,
-                ..Self::plain(ReduceOp::Sum)
-            },
-            GradientAverage::Mean if dtype == DType::F16 => {
-                let mut pre = 1;
-                while world_size.is_multiple_of(pre) && world_size / pre > pre {
-                    pre *= 2;
-                }
-                Self {
-                    pre_divide: pre as f64,
-                    post_divide: world_size as f64 / pre as f64,
-                    ..Self::plain(ReduceOp::Sum)
-                }
-            }
-            GradientAverage::Mean => Self::mean(world_size),
-        }
-    }
-}
 
 /// What identifies a collective across ranks.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -187,10 +132,19 @@ pub(crate) trait GatherSource: Send + Sync {
     fn gather_inputs(&self, unit: usize, generation: u64) -> Option<Vec<GatherInput>>;
 }
 
+/// What an all-gather has brought.
+#[derive(Debug)]
+pub(crate) struct Gathered {
+    /// The full tensors, flat, in the order of the inputs.
+    pub(crate) tensors: Vec<Tensor<1>>,
+    /// Counts the bytes of tensors that can't tell when they are dropped.
+    pub(crate) _counted: Vec<MemoryGuard>,
+}
+
 /// An all-gather under way. Dropping it abandons the result, not the other ranks.
 pub(crate) trait GatherWork: fmt::Debug + Send {
-    /// Blocks until all ranks have contributed; the full tensors, flat, in the order of the inputs.
-    fn wait(self: Box<Self>) -> Result<Vec<Tensor<1>>>;
+    /// Blocks until all ranks have contributed.
+    fn wait(self: Box<Self>) -> Result<Gathered>;
 }
 
 /// What moves data between ranks. All ranks must make the same calls in the same order.
@@ -208,7 +162,8 @@ pub(crate) trait Engine: fmt::Debug + Send + Sync {
     /// Remembers where a module has its shards. Its number is the same on all ranks.
     fn register(&self, number: u64, module: Weak<dyn GatherSource>);
 
-    /// Starts gathering. Unsharded bytes are counted on `memory` until the tensors are dropped.
+    /// Starts gathering. Unsharded bytes are counted on `memory` until what was gathered is dropped:
+    /// the tensors themselves on the host, [`Gathered`] on other devices.
     ///
     /// With a key, an engine may match ranks by the key instead of by position, and take the shards
     /// of a rank that has not called from where it registered them. An engine that does lets a rank
@@ -221,22 +176,25 @@ pub(crate) trait Engine: fmt::Debug + Send + Sync {
         memory: &Arc<MemoryCounter>,
     ) -> Result<Box<dyn GatherWork>>;
 
-    /// Reduces each input and leaves this rank's shard of it, flat and padded; the whole of it
-    /// where it is replicated.
+    /// Reduces each input and leaves this rank's shard of it, flat and padded, on `device`; the
+    /// whole of it where it is replicated.
     fn reduce(
         &self,
         call: Call,
         inputs: Vec<ReduceInput>,
         reduction: Reduction,
+        device: &Device,
     ) -> Result<Vec<Tensor<1>>>;
 
-    /// Gives every rank its shard of `root`'s tensor, flat and padded. Only `root` passes one.
+    /// Gives every rank its shard of `root`'s tensor, flat and padded, on `device`. Only `root`
+    /// passes a tensor.
     fn scatter(
         &self,
         call: Call,
         root: usize,
         layout: &ShardLayout,
         source: Option<Tensor<1>>,
+        device: &Device,
     ) -> Result<Tensor<1>>;
 
     /// Splits the group into those of equal `color`, in rank order.
@@ -407,7 +365,7 @@ impl ProcessGroup {
         let work = self
             .engine
             .all_gather(call, None, inputs, &Default::default())?;
-        Ok(work.wait()?.remove(0))
+        Ok(work.wait()?.tensors.remove(0))
     }
 
     /// This rank's `1 / world_size` of the reduced tensor.
@@ -447,6 +405,7 @@ impl ProcessGroup {
     ) -> Result<Tensor<1>> {
         let (len, dtype) = (tensor.dims()[0], tensor.dtype());
         check_dtype(dtype)?;
+        let device = tensor.device();
         let input = ReduceInput {
             layout: ShardLayout::flat(len, placement, self.world_size()),
             contribution: Some(detached(tensor)),
@@ -458,7 +417,9 @@ impl ProcessGroup {
             op => Reduction::plain(op),
         };
         let call = Call::new(name, format!("a tensor ({op:?})")).of(dtype, len);
-        Ok(self.engine.reduce(call, vec![input], reduction)?.remove(0))
+        let inputs = vec![input];
+        let mut reduced = self.engine.reduce(call, inputs, reduction, &device)?;
+        Ok(reduced.remove(0))
     }
 
     /// Rank `root`'s tensor, on every rank. The others pass one of the same length and dtype.
@@ -472,8 +433,9 @@ impl ProcessGroup {
         check_dtype(dtype)?;
         let layout = ShardLayout::flat(len, Placement::Replicate, self.world_size());
         let call = Call::new("broadcast", format!("a tensor from rank {root}")).of(dtype, len);
+        let device = tensor.device();
         let source = (self.rank() == root).then(|| detached(tensor));
-        self.engine.scatter(call, root, &layout, source)
+        self.engine.scatter(call, root, &layout, source, &device)
     }
 
     /// The subgroup of the ranks that pass the same `color`, in rank order.
@@ -529,29 +491,29 @@ fn detached(tensor: Tensor<1>) -> Tensor<1> {
     tensor.without_autodiff()
 }
 
+/// `rank`'s shard of a flat full tensor, padded with zeros.
+pub(crate) fn take_shard(full: &Tensor<1>, layout: &ShardLayout, rank: usize) -> Tensor<1> {
+    if let Ok(full) = host::host(full) {
+        return host::shard_of(&full, layout, rank);
+    }
+    let (device, dtype) = (full.device(), full.dtype());
+    let zeros = |len: usize| Tensor::<1>::zeros([len], (&device, dtype));
+    let mut parts = Vec::new();
+    let mut end = 0;
+    for span in layout.spans(rank) {
+        parts.push(zeros(span.shard - end));
+        parts.push(full.clone().slice([span.full..span.full + span.len]));
+        end = span.shard + span.len;
+    }
+    parts.push(zeros(layout.shard_len() - end));
+    Tensor::cat(parts, 0)
+}
+
 fn check_dtype(dtype: DType) -> Result<()> {
     match dtype {
         DType::F32 | DType::F64 | DType::F16 | DType::BF16 => Ok(()),
         other => Err(FsdpError::argument(format!(
             "collectives carry f32, f64, f16 and bf16, not {other:?}"
         ))),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_mean_in_half_precision_is_divided_before_and_after() {
-        let divisions = |world| {
-            let r = Reduction::new(GradientAverage::Mean, world, DType::F16);
-            (r.pre_divide, r.post_divide)
-        };
-        assert_eq!(divisions(1), (1.0, 1.0));
-        assert_eq!(divisions(4), (2.0, 2.0));
-        assert_eq!(divisions(8), (4.0, 2.0));
-        let (pre, post) = divisions(3);
-        assert_eq!(pre * post, 3.0);
     }
 }

@@ -1,5 +1,8 @@
+use std::ops::Range;
+
 use burn::tensor::DType;
 
+use crate::comm::cube_gather::by_dtype;
 use crate::kernels::Packing;
 use crate::placement::ShardLayout;
 
@@ -21,30 +24,24 @@ impl Bundle {
     pub(super) fn all<'a>(
         tensors: impl IntoIterator<Item = (usize, &'a ShardLayout, DType)>,
     ) -> Vec<Self> {
-        let mut bundles: Vec<(DType, bool, Vec<(usize, ShardLayout)>)> = Vec::new();
-        for (place, layout, dtype) in tensors {
-            let is_whole = layout.is_whole();
-            let layout = match is_whole {
+        let tensors: Vec<_> = tensors.into_iter().collect();
+        let kind = |i: usize| (tensors[i].2, tensors[i].1.is_whole());
+        let bundle = |((dtype, is_whole), all): ((DType, bool), Vec<usize>)| {
+            let slots = |layout: &ShardLayout| match is_whole {
                 true => layout.with_world_size(1),
                 false => layout.clone(),
             };
-            let of_its_kind = |(d, w, _): &&mut (DType, bool, _)| (*d, *w) == (dtype, is_whole);
-            match bundles.iter_mut().find(of_its_kind) {
-                Some((.., members)) => members.push((place, layout)),
-                None => bundles.push((dtype, is_whole, vec![(place, layout)])),
-            }
-        }
-        let bundle = |(dtype, is_whole, members): (_, _, Vec<_>)| {
-            let (members, layouts): (_, Vec<_>) = members.into_iter().unzip();
+            let layouts: Vec<_> = all.iter().map(|&i| slots(tensors[i].1)).collect();
             Self {
-                members,
+                members: all.iter().map(|&i| tensors[i].0).collect(),
                 packing: Packing::new(&layouts),
                 layouts,
                 dtype,
                 is_whole,
             }
         };
-        bundles.into_iter().map(bundle).collect()
+        let kinds = by_dtype(0..tensors.len(), kind);
+        kinds.into_iter().map(bundle).collect()
     }
 
     /// The number of slots.
@@ -58,7 +55,7 @@ impl Bundle {
     }
 
     /// The slot that a rank has its shards in.
-    pub(super) fn slot(&self, rank: usize) -> std::ops::Range<usize> {
+    pub(super) fn slot(&self, rank: usize) -> Range<usize> {
         self.packing.slot(if self.is_whole { 0 } else { rank })
     }
 }

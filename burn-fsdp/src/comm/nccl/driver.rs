@@ -80,13 +80,10 @@ pub(super) trait Driver: Debug + Send + Sync + 'static {
 
     fn range(&self, buffer: &Self::Buffer, range: Range<usize>) -> Self::Buffer;
 
-    /// The tensor's elements, contiguous.
+    /// The tensor's elements, contiguous; copied here if they are elsewhere.
     fn buffer_of(&self, tensor: Tensor<1>) -> Result<Self::Buffer>;
 
     fn tensor_of(&self, buffer: Self::Buffer) -> Tensor<1>;
-
-    /// Tells from then on whether anyone still has the memory of the buffer.
-    fn liveness(&self, buffer: &Self::Buffer) -> Box<dyn Fn() -> bool + Send>;
 
     // ---- kernels, on the compute stream
 

@@ -18,7 +18,7 @@
 use std::sync::{Arc, Weak};
 use std::time::Instant;
 
-use burn::tensor::{DType, Tensor};
+use burn::tensor::{DType, Device, Tensor};
 use bytes::Bytes;
 use parking_lot::Mutex;
 
@@ -28,11 +28,11 @@ use super::join::patiently;
 use super::watch::{Flight, Watched};
 use crate::comm::wire::{Outgoing, Wire};
 use crate::comm::{
-    Call, Engine, GatherInput, GatherKey, GatherSource, GatherWork, ReduceInput, ReduceOp,
-    Reduction,
+    Call, Engine, GatherInput, GatherKey, GatherSource, GatherWork, Gathered, ReduceInput,
 };
 use crate::memory::{MemoryCounter, MemoryGuard};
 use crate::placement::ShardLayout;
+use crate::reduction::{ReduceOp, Reduction};
 use crate::{FsdpError, Result};
 
 /// The engine of one rank.
@@ -112,13 +112,8 @@ impl<D: Driver> NcclEngine<D> {
         all.map_err(|cause| self.watched.fail(cause))
     }
 
-    /// A unit's split tensors, on their way.
-    fn start_gathering(
-        &self,
-        bundle: Bundle,
-        inputs: &[GatherInput],
-        memory: &Arc<MemoryCounter>,
-    ) -> Result<Gathering<D>> {
+    /// A bundle with this rank's shards in its slot.
+    fn pack(&self, bundle: Bundle, inputs: &[GatherInput]) -> Result<(Bundle, D::Buffer)> {
         let driver = self.driver();
         let shards = bundle
             .members
@@ -126,27 +121,28 @@ impl<D: Driver> NcclEngine<D> {
             .map(|&i| driver.buffer_of(inputs[i].shard.clone()));
         let shards = shards.collect::<Result<Vec<_>>>()?;
         let slots = driver.allocate(bundle.slots_len(), bundle.dtype);
-        let counted = MemoryGuard::new(memory, bundle.slots_len() * bundle.dtype.size());
         let own = driver.range(&slots, bundle.slot(self.rank()));
         driver.pack(&bundle, &shards, &own);
-        Ok(Gathering {
-            bundle,
-            slots,
-            counted,
-        })
+        Ok((bundle, slots))
     }
 
-    /// A tensor that every rank holds whole: itself, or a counted copy in another dtype.
-    fn cast_whole(&self, input: &GatherInput, memory: &Arc<MemoryCounter>) -> Result<Tensor<1>> {
-        if input.shard.dtype() == input.dtype {
-            return Ok(input.shard.clone());
-        }
-        let copy = self
-            .driver()
-            .buffer_of(input.shard.clone().cast(input.dtype))?;
-        let bytes = input.layout.full_len() * input.dtype.size();
-        self.watched.count(&copy, MemoryGuard::new(memory, bytes));
-        Ok(self.driver().tensor_of(copy))
+    /// A bundle with what each rank is to get of this one's contributions.
+    fn pack_full(
+        &self,
+        bundle: Bundle,
+        inputs: &mut [ReduceInput],
+        divide: f64,
+    ) -> Result<(Bundle, D::Buffer)> {
+        let driver = self.driver();
+        let full = bundle
+            .members
+            .iter()
+            .map(|&i| inputs[i].contribution.take());
+        let full = full.map(|tensor| tensor.map(|tensor| driver.buffer_of(tensor)).transpose());
+        let full = full.collect::<Result<Vec<_>>>()?;
+        let slots = driver.allocate(bundle.slots_len(), bundle.dtype);
+        driver.pack_full(&bundle, &full, &slots, divide);
+        Ok((bundle, slots))
     }
 
     /// The shards of this rank's slot, as they come out of a reduction.
@@ -154,14 +150,14 @@ impl<D: Driver> NcclEngine<D> {
         &self,
         bundle: &Bundle,
         slots: &D::Buffer,
-        dtypes: &[DType],
+        dtypes: impl IntoIterator<Item = DType>,
         divide: f64,
     ) -> Vec<Tensor<1>> {
         let driver = self.driver();
         let lens = bundle.layouts.iter().map(ShardLayout::shard_len);
         let shards: Vec<_> = lens
             .zip(dtypes)
-            .map(|(len, &dtype)| driver.allocate(len, dtype))
+            .map(|(len, dtype)| driver.allocate(len, dtype))
             .collect();
         let slot = driver.range(slots, bundle.slot(self.rank()));
         driver.finish(bundle, &slot, &shards, divide);
@@ -201,26 +197,30 @@ impl<D: Driver> Engine for NcclEngine<D> {
     ) -> Result<Box<dyn GatherWork>> {
         let (whole, split): (Vec<_>, Vec<_>) =
             (0..inputs.len()).partition(|&i| inputs[i].layout.is_whole());
-        let whole = whole
-            .into_iter()
-            .map(|i| Ok((i, self.cast_whole(&inputs[i], memory)?)));
-        let whole = whole.collect::<Result<Vec<_>>>()?;
         let split = split
             .into_iter()
             .map(|i| (i, &inputs[i].layout, inputs[i].dtype));
-        let gathering = Bundle::all(split)
-            .into_iter()
-            .map(|bundle| self.start_gathering(bundle, &inputs, memory))
-            .collect::<Result<Vec<_>>>()?;
-        let all_gather = |gathering: &Gathering<D>| Collective::AllGather {
-            slots: gathering.slots.clone(),
+        let gathering = Bundle::all(split).into_iter();
+        let gathering = gathering.map(|bundle| self.pack(bundle, &inputs));
+        let gathering = gathering.collect::<Result<Vec<_>>>()?;
+        let all_gather = |(_, slots): &(Bundle, D::Buffer)| Collective::AllGather {
+            slots: slots.clone(),
         };
         let collectives = gathering.iter().map(all_gather).collect();
+        let launched = self.launch(call, Stream::Gather, collectives)?;
+        let full_bytes = |bundle: &Bundle| bundle.packing.full_len() * bundle.dtype.size();
+        let split_bytes = gathering.iter().map(|(bundle, _)| full_bytes(bundle)).sum();
+        let mut counted = vec![MemoryGuard::new(memory, split_bytes)];
+        let whole = whole.into_iter().map(|i| {
+            let (tensor, copied) = cast_whole(&inputs[i], memory);
+            counted.extend(copied);
+            (i, tensor)
+        });
         Ok(Box::new(NcclGather {
-            launched: self.launch(call, Stream::Gather, collectives)?,
-            whole,
+            launched,
             gathering,
-            memory: memory.clone(),
+            whole: whole.collect(),
+            counted,
         }))
     }
 
@@ -229,49 +229,34 @@ impl<D: Driver> Engine for NcclEngine<D> {
         call: Call,
         mut inputs: Vec<ReduceInput>,
         reduction: Reduction,
+        device: &Device,
     ) -> Result<Vec<Tensor<1>>> {
-        let driver = self.driver();
         let (op, post_divide) = nccl_op(&reduction, self.world_size());
         let tensors = inputs.iter().enumerate();
         let bundles = Bundle::all(tensors.map(|(i, t)| (i, &t.layout, t.reduce_dtype)));
-        let mut reducing = Vec::with_capacity(bundles.len());
-        for bundle in bundles {
-            let full = bundle
-                .members
-                .iter()
-                .map(|&i| inputs[i].contribution.take());
-            let full = full
-                .map(|tensor| tensor.map(|tensor| driver.buffer_of(tensor)).transpose())
-                .collect::<Result<Vec<_>>>()?;
-            let slots = driver.allocate(bundle.slots_len(), bundle.dtype);
-            driver.pack_full(&bundle, &full, &slots, reduction.pre_divide);
-            reducing.push((bundle, slots));
-        }
-        let collective = |(bundle, slots): &(Bundle, D::Buffer)| match bundle.is_whole {
-            true => Collective::AllReduce {
-                buffer: slots.clone(),
-                op,
-            },
-            false => Collective::ReduceScatter {
-                slots: slots.clone(),
-                op,
-            },
+        let reducing = bundles.into_iter();
+        let reducing =
+            reducing.map(|bundle| self.pack_full(bundle, &mut inputs, reduction.pre_divide));
+        let reducing = reducing.collect::<Result<Vec<_>>>()?;
+        let collective = |(bundle, slots): &(Bundle, D::Buffer)| {
+            let slots = slots.clone();
+            match bundle.is_whole {
+                true => Collective::AllReduce { buffer: slots, op },
+                false => Collective::ReduceScatter { slots, op },
+            }
         };
         let collectives = reducing.iter().map(collective).collect();
         let launched = self.launch(call, Stream::Reduce, collectives)?;
         launched.hold_compute();
         let mut reduced = Vec::with_capacity(inputs.len());
         for (bundle, slots) in &reducing {
-            let dtypes: Vec<_> = bundle
-                .members
-                .iter()
-                .map(|&i| inputs[i].out_dtype)
-                .collect();
-            let shards = self.shards(bundle, slots, &dtypes, post_divide);
+            let dtypes = bundle.members.iter().map(|&i| inputs[i].out_dtype);
+            let shards = self.shards(bundle, slots, dtypes, post_divide);
             reduced.extend(bundle.members.iter().copied().zip(shards));
         }
         launched.release();
-        Ok(in_order(reduced))
+        let reduced = in_order(reduced).into_iter();
+        Ok(reduced.map(|shard| shard.to_device(device)).collect())
     }
 
     /// By a broadcast of the whole tensor, of which each rank keeps its shard: one tensor at a time,
@@ -282,14 +267,14 @@ impl<D: Driver> Engine for NcclEngine<D> {
         root: usize,
         layout: &ShardLayout,
         source: Option<Tensor<1>>,
+        device: &Device,
     ) -> Result<Tensor<1>> {
         let driver = self.driver();
         let name = source.as_ref().map(|tensor| tensor.dtype().name());
         let name = name.unwrap_or_default().as_bytes().to_vec();
         let names = self.exchange_bytes(call.clone(), name)?;
         let dtype = dtype_of(&names[root])?;
-        let mut bundles = Bundle::all([(0, layout, dtype)]);
-        let bundle = bundles.remove(0);
+        let bundle = Bundle::all([(0, layout, dtype)]).remove(0);
         let slots = driver.allocate(bundle.slots_len(), dtype);
         if let Some(source) = source {
             let full = driver.buffer_of(source)?;
@@ -301,9 +286,9 @@ impl<D: Driver> Engine for NcclEngine<D> {
         };
         let launched = self.launch(call, Stream::Gather, vec![broadcast])?;
         launched.hold_compute();
-        let shard = self.shards(&bundle, &slots, &[dtype], 1.0).remove(0);
+        let shard = self.shards(&bundle, &slots, [dtype], 1.0).remove(0);
         launched.release();
-        Ok(shard)
+        Ok(shard.to_device(device))
     }
 
     fn split(&self, color: usize) -> Result<Arc<dyn Engine>> {
@@ -362,48 +347,51 @@ impl<D: Driver> Launched<D> {
     }
 }
 
-/// A bundle being gathered.
-#[derive(Debug)]
-struct Gathering<D: Driver> {
-    bundle: Bundle,
-    slots: D::Buffer,
-    counted: MemoryGuard,
-}
-
 #[derive(Debug)]
 struct NcclGather<D: Driver> {
     launched: Launched<D>,
+    /// What is split, with its slots.
+    gathering: Vec<(Bundle, D::Buffer)>,
+    /// What is whole, with its places.
     whole: Vec<(usize, Tensor<1>)>,
-    gathering: Vec<Gathering<D>>,
-    memory: Arc<MemoryCounter>,
+    counted: Vec<MemoryGuard>,
 }
 
 impl<D: Driver> GatherWork for NcclGather<D> {
-    fn wait(self: Box<Self>) -> Result<Vec<Tensor<1>>> {
+    fn wait(self: Box<Self>) -> Result<Gathered> {
         let watched = &self.launched.watched;
         let driver = &watched.driver;
         watched.check()?;
         self.launched.hold_compute();
         let mut gathered = self.whole;
-        for Gathering {
-            bundle,
-            slots,
-            counted,
-        } in self.gathering
-        {
-            let len = bundle.packing.full_len();
-            let full = driver.allocate(len, bundle.dtype);
-            let bytes = len * bundle.dtype.size();
-            watched.count(&full, MemoryGuard::new(&self.memory, bytes));
+        for (bundle, slots) in self.gathering {
+            let full = driver.allocate(bundle.packing.full_len(), bundle.dtype);
             driver.unpack(&bundle, &slots, &full);
-            drop((slots, counted));
+            drop(slots);
             let member = |i| driver.tensor_of(driver.range(&full, bundle.packing.full(i)));
             let members = (0..bundle.members.len()).map(member);
             gathered.extend(bundle.members.iter().copied().zip(members));
         }
         self.launched.release();
-        Ok(in_order(gathered))
+        Ok(Gathered {
+            tensors: in_order(gathered),
+            _counted: self.counted,
+        })
     }
+}
+
+/// A tensor that every rank holds whole: itself, or a counted copy in another dtype.
+fn cast_whole(
+    input: &GatherInput,
+    memory: &Arc<MemoryCounter>,
+) -> (Tensor<1>, Option<MemoryGuard>) {
+    let shard = input.shard.clone();
+    if shard.dtype() == input.dtype {
+        return (shard, None);
+    }
+    let bytes = input.layout.full_len() * input.dtype.size();
+    let counted = MemoryGuard::new(memory, bytes);
+    (shard.cast(input.dtype), Some(counted))
 }
 
 /// NCCL's operation, and what is left to divide by after it. A plain mean NCCL knows itself.

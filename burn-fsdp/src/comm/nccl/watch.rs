@@ -19,7 +19,6 @@ use parking_lot::{Condvar, Mutex};
 use super::driver::Driver;
 use crate::comm::Call;
 use crate::comm::wire::{Exchange, Wire};
-use crate::memory::MemoryGuard;
 use crate::{FsdpError, Result};
 
 /// How often the watchdog looks.
@@ -34,7 +33,6 @@ pub(super) struct Watched<D: Driver> {
     /// Whether the communicator has been aborted or destroyed.
     has_ended: AtomicBool,
     flights: Mutex<Vec<Flight<D>>>,
-    unsharded: Mutex<Vec<Unsharded>>,
     closing: Mutex<bool>,
     closed: Condvar,
 }
@@ -52,18 +50,6 @@ pub(super) struct Flight<D: Driver> {
     pub(super) pins: Option<D::Pins>,
 }
 
-/// Memory of unsharded tensors, counted for as long as someone has it.
-struct Unsharded {
-    is_alive: Box<dyn Fn() -> bool + Send>,
-    _counted: MemoryGuard,
-}
-
-impl std::fmt::Debug for Unsharded {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("Unsharded")
-    }
-}
-
 impl<D: Driver> Watched<D> {
     /// Starts the watchdog. It ends after [`close`](Self::close), and then destroys the communicator.
     pub(super) fn new(
@@ -77,7 +63,6 @@ impl<D: Driver> Watched<D> {
             communicator,
             has_ended: AtomicBool::new(false),
             flights: Mutex::default(),
-            unsharded: Mutex::default(),
             closing: Mutex::new(false),
             closed: Condvar::new(),
         });
@@ -120,14 +105,6 @@ impl<D: Driver> Watched<D> {
         }
     }
 
-    /// Counts the memory of a buffer for as long as someone has it.
-    pub(super) fn count(&self, buffer: &D::Buffer, counted: MemoryGuard) {
-        self.unsharded.lock().push(Unsharded {
-            is_alive: self.driver.liveness(buffer),
-            _counted: counted,
-        });
-    }
-
     /// Ends the watchdog, as soon as nothing is under way.
     pub(super) fn close(&self) {
         *self.closing.lock() = true;
@@ -135,7 +112,6 @@ impl<D: Driver> Watched<D> {
     }
 
     fn look(&self) -> Result<()> {
-        self.unsharded.lock().retain(|held| (held.is_alive)());
         if let Some(cause) = self.wire.failure() {
             return Err(cause);
         }

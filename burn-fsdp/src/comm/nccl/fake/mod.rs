@@ -274,11 +274,6 @@ impl Driver for FakeDriver {
         )
     }
 
-    fn liveness(&self, buffer: &FakeBuffer) -> Box<dyn Fn() -> bool + Send> {
-        let memory = Arc::downgrade(&buffer.handle);
-        Box::new(move || memory.strong_count() > 0)
-    }
-
     fn pack(&self, bundle: &Bundle, shards: &[FakeBuffer], slot: &FakeBuffer) {
         let bundle = bundle.clone();
         let reads: Vec<_> = shards.iter().collect();
