@@ -47,10 +47,23 @@ impl<B> Collective<B> {
             Self::AllReduce { buffer, .. } | Self::Broadcast { buffer, .. } => buffer,
         }
     }
+
+    /// The same on another buffer.
+    pub(super) fn with<C>(&self, buffer: C) -> Collective<C> {
+        match *self {
+            Self::AllGather { .. } => Collective::AllGather { slots: buffer },
+            Self::ReduceScatter { op, .. } => Collective::ReduceScatter { slots: buffer, op },
+            Self::AllReduce { op, .. } => Collective::AllReduce { buffer, op },
+            Self::Broadcast { root, .. } => Collective::Broadcast { buffer, root },
+        }
+    }
 }
 
 /// What all ranks of a new communicator join by.
 pub(super) type UniqueId = [u8; 128];
+
+/// With what the driver or NCCL said, if it failed.
+pub(super) type Outcome<T> = std::result::Result<T, String>;
 
 /// One rank's device and its NCCL.
 ///
@@ -71,7 +84,7 @@ pub(super) trait Driver: Debug + Send + Sync + 'static {
     type Communicator: Clone + Debug + Send + Sync;
 
     /// The device, distinct from all others anywhere, for a person to read.
-    fn identity(&self) -> Result<String>;
+    fn identity(&self) -> Outcome<String>;
 
     // ---- buffers
 
@@ -119,10 +132,10 @@ pub(super) trait Driver: Debug + Send + Sync + 'static {
 
     // ---- communicators
 
-    fn unique_id(&self) -> Result<UniqueId>;
+    fn unique_id(&self) -> Outcome<UniqueId>;
 
     /// Joins a new communicator; blocks until all its ranks have.
-    fn join(&self, id: &UniqueId, rank: usize, world_size: usize) -> Result<Self::Communicator>;
+    fn join(&self, id: &UniqueId, rank: usize, world_size: usize) -> Outcome<Self::Communicator>;
 
     /// The communicator of the ranks that pass the same `color`, in the order of their `key`s;
     /// blocks until all ranks of this one have called it.
@@ -131,7 +144,7 @@ pub(super) trait Driver: Debug + Send + Sync + 'static {
         communicator: &Self::Communicator,
         color: usize,
         key: usize,
-    ) -> Result<Self::Communicator>;
+    ) -> Outcome<Self::Communicator>;
 
     /// Queues collectives as one operation. All ranks must queue the same ones, in the same order.
     /// Nothing is queued on an aborted communicator.

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
-use super::driver::{Driver, UniqueId};
+use super::driver::{Driver, Outcome, UniqueId};
 use super::engine::NcclEngine;
 use crate::comm::wire::Wire;
 use crate::comm::{Call, Engine};
@@ -24,10 +24,9 @@ impl<D: Driver> NcclEngine<D> {
     /// A rank that has no driver takes part too, so that all ranks fail.
     pub(super) fn form(group: &dyn Engine, driver: Result<Arc<D>>) -> Result<Self> {
         let introduce = |driver: &Arc<D>| {
-            let id = (group.rank() == 0)
-                .then(|| driver.unique_id())
-                .transpose()?;
-            Ok((driver.identity()?, id))
+            let id = (group.rank() == 0).then(|| driver.unique_id()).transpose();
+            let introduction = id.and_then(|id| Ok((driver.identity()?, id)));
+            introduction.map_err(|reason| FsdpError::NcclUnavailable { reason })
         };
         let own = driver
             .as_ref()
@@ -72,7 +71,7 @@ fn agree(own: Result<(String, Option<UniqueId>)>, all: Vec<Introduction>) -> Res
 pub(super) fn patiently<T: Send + 'static>(
     wire: &dyn Wire,
     what: &str,
-    call: impl FnOnce() -> Result<T> + Send + 'static,
+    call: impl FnOnce() -> Outcome<T> + Send + 'static,
 ) -> Result<T> {
     let (sender, receiver) = channel();
     // Nobody receives what comes too late.
@@ -81,13 +80,17 @@ pub(super) fn patiently<T: Send + 'static>(
         .name("nccl-join".to_string())
         .spawn(run)
         .map_err(FsdpError::other)?;
+    let rank = wire.rank();
+    let failed = |cause| FsdpError::Nccl {
+        rank,
+        call: what.to_string(),
+        cause,
+    };
     let start = Instant::now();
     let outcome = loop {
         match receiver.recv_timeout(NAP.min(wire.timeout())) {
-            Ok(outcome) => break outcome,
-            Err(RecvTimeoutError::Disconnected) => {
-                break Err(FsdpError::argument(format!("{what} panicked")));
-            }
+            Ok(outcome) => break outcome.map_err(failed),
+            Err(RecvTimeoutError::Disconnected) => break Err(failed("it panicked".to_string())),
             Err(RecvTimeoutError::Timeout) => {}
         }
         if let Some(cause) = wire.failure() {
@@ -95,7 +98,7 @@ pub(super) fn patiently<T: Send + 'static>(
         }
         if start.elapsed() >= wire.timeout() {
             break Err(FsdpError::Timeout {
-                rank: wire.rank(),
+                rank,
                 call: what.to_string(),
                 after: wire.timeout(),
                 missing: Vec::new(),

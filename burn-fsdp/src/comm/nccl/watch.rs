@@ -11,7 +11,6 @@
 //! cause.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
@@ -30,8 +29,8 @@ pub(super) struct Watched<D: Driver> {
     pub(super) driver: Arc<D>,
     pub(super) wire: Arc<dyn Wire>,
     pub(super) communicator: D::Communicator,
-    /// Whether the communicator has been aborted or destroyed.
-    has_ended: AtomicBool,
+    /// Whether the communicator has been aborted or is being destroyed. Held while it is aborted.
+    ended: Mutex<bool>,
     flights: Mutex<Vec<Flight<D>>>,
     closing: Mutex<bool>,
     closed: Condvar,
@@ -61,7 +60,7 @@ impl<D: Driver> Watched<D> {
             driver,
             wire,
             communicator,
-            has_ended: AtomicBool::new(false),
+            ended: Mutex::new(false),
             flights: Mutex::default(),
             closing: Mutex::new(false),
             closed: Condvar::new(),
@@ -82,7 +81,8 @@ impl<D: Driver> Watched<D> {
     /// Makes the job fail with `cause`, unless it has already; what it failed with first.
     pub(super) fn fail(&self, cause: FsdpError) -> FsdpError {
         self.wire.fail(cause.clone());
-        if !self.has_ended.swap(true, Ordering::AcqRel) {
+        let mut ended = self.ended.lock();
+        if !std::mem::replace(&mut *ended, true) {
             self.driver.abort(&self.communicator);
         }
         self.wire.failure().unwrap_or(cause)
@@ -116,28 +116,32 @@ impl<D: Driver> Watched<D> {
             return Err(cause);
         }
         let mut flights = self.flights.lock();
-        if !self.has_ended.load(Ordering::Acquire)
+        let mut next = 0;
+        while let Some(flight) = flights.get_mut(next) {
+            let is_announced = flight.announced.poll()?;
+            if is_announced && self.driver.is_reached(&flight.done) {
+                flights.remove(next);
+            } else {
+                next += 1;
+            }
+        }
+        let oldest = flights.first();
+        if !*self.ended.lock()
             && let Some(cause) = self.driver.failure(&self.communicator)
         {
-            let call = flights.first().map(|flight| flight.call.to_string());
+            let call = oldest.map(|flight| flight.call.to_string());
             return Err(FsdpError::Nccl {
                 rank: self.wire.rank(),
                 call: call.unwrap_or_else(|| "no collective".to_string()),
                 cause,
             });
         }
-        let mut next = 0;
-        while let Some(flight) = flights.get_mut(next) {
-            let is_announced = flight.announced.poll()?;
-            if is_announced && self.driver.is_reached(&flight.done) {
-                flights.remove(next);
-            } else if flight.since.elapsed() >= self.wire.timeout() {
-                return Err(flight.announced.overdue());
-            } else {
-                next += 1;
+        match oldest {
+            Some(oldest) if oldest.since.elapsed() >= self.wire.timeout() => {
+                Err(oldest.announced.overdue())
             }
+            _ => Ok(()),
         }
-        Ok(())
     }
 
     fn watch(&self) {
@@ -149,7 +153,8 @@ impl<D: Driver> Watched<D> {
             }
             self.closed.wait_for(&mut closing, TICK);
         }
-        if !self.has_ended.swap(true, Ordering::AcqRel) {
+        let has_ended = std::mem::replace(&mut *self.ended.lock(), true);
+        if !has_ended {
             self.driver.destroy(&self.communicator);
         }
         self.flights.lock().clear();

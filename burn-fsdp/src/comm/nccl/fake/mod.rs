@@ -15,9 +15,9 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use self::sim::{EventState, MemoryId, Op, Place, Sim};
 use super::bundle::Bundle;
-use super::driver::{Collective, Driver, Stream, UniqueId};
+use super::driver::{Collective, Driver, Outcome, Stream, UniqueId};
+use crate::Result;
 use crate::comm::host;
-use crate::{FsdpError, Result};
 
 /// Longest wait for a device, so that a test ends in any case.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -49,7 +49,7 @@ impl FakeCluster {
         self.quietly(|sim| sim.break_device(device, error));
     }
 
-    /// Lets no collective run any more.
+    /// Lets no collective run any more, once everything has run that can.
     pub(super) fn freeze(&self) {
         self.quietly(Sim::freeze);
     }
@@ -218,7 +218,7 @@ impl Driver for FakeDriver {
     type Pins = FakePins;
     type Communicator = FakeCommunicator;
 
-    fn identity(&self) -> Result<String> {
+    fn identity(&self) -> Outcome<String> {
         Ok(format!("fake device {}", self.device))
     }
 
@@ -330,14 +330,14 @@ impl Driver for FakeDriver {
             .with(|sim| sim.look_at(self.device, &event.state))
     }
 
-    fn unique_id(&self) -> Result<UniqueId> {
+    fn unique_id(&self) -> Outcome<UniqueId> {
         let number = self.cluster.with(Sim::unique_number);
         let mut id = [0; 128];
         id[..8].copy_from_slice(&number.to_le_bytes());
         Ok(id)
     }
 
-    fn join(&self, id: &UniqueId, rank: usize, world_size: usize) -> Result<FakeCommunicator> {
+    fn join(&self, id: &UniqueId, rank: usize, world_size: usize) -> Outcome<FakeCommunicator> {
         let mut number = [0; 8];
         number.copy_from_slice(&id[..8]);
         let number = u64::from_le_bytes(number);
@@ -347,14 +347,14 @@ impl Driver for FakeDriver {
         Ok(FakeCommunicator { index, rank })
     }
 
-    fn split(&self, of: &FakeCommunicator, color: usize, key: usize) -> Result<FakeCommunicator> {
+    fn split(&self, of: &FakeCommunicator, color: usize, key: usize) -> Outcome<FakeCommunicator> {
         let meeting = self
             .cluster
             .with(|sim| sim.come_to_split(of.index, of.rank, color, key));
         let split = self
             .cluster
             .wait_for("splitting", |sim| sim.split(of.index, of.rank, meeting));
-        let (index, rank) = split.map_err(FsdpError::argument)?;
+        let (index, rank) = split?;
         Ok(FakeCommunicator { index, rank })
     }
 

@@ -209,7 +209,9 @@ impl Sim {
         self.devices[device].error = Some(error.to_string());
     }
 
+    /// Lets no collective run any more, once everything has run that can.
     pub(super) fn freeze(&mut self) {
+        while self.step() {}
         self.is_frozen = true;
     }
 
