@@ -205,8 +205,9 @@ mod tests {
     };
     use super::*;
     use crate::Placement;
-    use crate::comm::{Reduction, host};
+    use crate::comm::host;
     use crate::placement::ShardLayout;
+    use crate::reduction::Reduction;
 
     const OPS: [ReduceOp; 4] = [ReduceOp::Sum, ReduceOp::Mean, ReduceOp::Max, ReduceOp::Min];
 

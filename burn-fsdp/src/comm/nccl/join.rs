@@ -143,6 +143,50 @@ fn decode(message: &[u8]) -> Introduction {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::comm::local_wire::LocalWire;
+    use crate::comm::rendezvous::Launch;
+
+    /// The ends of a wire between two ranks, of which none will come to join.
+    fn wires(timeout: Duration) -> [LocalWire; 2] {
+        let mut seats = Launch::new(2, timeout).seats().into_iter();
+        [(); 2].map(|()| LocalWire::new(seats.next().expect("there are two seats")))
+    }
+
+    /// What becomes of a rank that joins alone; `meanwhile` on the other.
+    fn join_alone(timeout: Duration, meanwhile: impl FnOnce(&LocalWire)) -> FsdpError {
+        let [wire, other] = wires(timeout);
+        let (release, blocked) = channel::<()>();
+        let join = move || blocked.recv().map_err(|error| error.to_string());
+        meanwhile(&other);
+        let error = patiently(&wire, "joining", join).unwrap_err();
+        drop(release);
+        error
+    }
+
+    #[test]
+    fn a_rank_that_waits_to_join_hears_of_a_failure_elsewhere() {
+        let fail = |other: &LocalWire| other.fail(FsdpError::argument("no memory"));
+        let error = join_alone(Duration::from_secs(60), fail);
+        assert_eq!(error.to_string(), "no memory");
+    }
+
+    #[test]
+    fn a_rank_that_waits_to_join_gives_up_in_the_end() {
+        let error = join_alone(Duration::from_millis(50), |_| {});
+        assert!(
+            matches!(error, FsdpError::Timeout { rank: 0, .. }),
+            "{error}"
+        );
+    }
+
+    #[test]
+    fn what_fails_to_join_fails_the_job() {
+        let [wire, other] = wires(Duration::from_secs(60));
+        let error = patiently(&wire, "joining", || Err::<(), _>("no route".to_string()));
+        let error = error.unwrap_err().to_string();
+        assert_eq!(error, "rank 0: NCCL failed in joining: no route");
+        assert_eq!(other.failure().expect("it has failed").to_string(), error);
+    }
 
     #[test]
     fn introductions_survive_the_wire() {

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use burn::module::Param;
 use burn::nn::{Linear, LinearConfig};
 use burn::optim::AdamWConfig;
 use burn::tensor::{DType, Device, Tensor, TensorData};
@@ -10,7 +11,7 @@ use burn::tensor::{DType, Device, Tensor, TensorData};
 use super::driver::{Collective, Driver, NcclOp, Stream};
 use super::engine::NcclEngine;
 use super::fake::{FakeCluster, FakeDriver};
-use crate::comm::{Call, Engine, GatherInput, GatherWork, ProcessGroup, ReduceInput};
+use crate::comm::{Call, GatherInput, GatherWork, ProcessGroup, ReduceInput};
 use crate::memory::MemoryCounter;
 use crate::placement::ShardLayout;
 use crate::reduction::Reduction;
@@ -161,8 +162,7 @@ fn reduce_inputs(group: &ProcessGroup, reduce_dtype: Option<DType>) -> Vec<Reduc
             _ => integers(layout.full_len(), DType::F32, group, i),
         };
         ReduceInput {
-            // Rank 1 has not used the last.
-            contribution: (i != 3 || group.rank() != 1).then_some(contribution),
+            contribution: Some(contribution),
             layout,
             reduce_dtype,
             out_dtype: DType::F32,
@@ -241,6 +241,18 @@ fn sums_means_and_extremes_in_f32_are_as_locally() {
         let by_factor =
             Reduction::new(GradientAverage::Factor(3.0), group.world_size(), DType::F32);
         reduce(&group, Some(DType::F32), by_factor)
+    });
+}
+
+#[test]
+fn a_contribution_that_is_not_there_is_zeros() {
+    same_as_locally(|group| {
+        let mut inputs = reduce_inputs(&group, Some(DType::F32));
+        inputs[group.rank() % 4].contribution = None;
+        let call = Call::new("reduce-scatter", "unit").of(DType::F32, 1);
+        let mean = Reduction::mean(group.world_size());
+        let reduced = group.engine().reduce(call, inputs, mean, &Device::flex())?;
+        Ok(all_bits(&reduced))
     });
 }
 
@@ -335,7 +347,7 @@ fn a_control_wire_has_positions_of_its_own() {
         let message = crate::comm::wire::Outgoing::ToAll(vec![group.rank() as u8].into());
         let exchange = wire.start(Call::new("exchange", "ranks"), message)?;
         group.barrier()?;
-        assert_eq!(exchange.wait()?, [[0], [1], [2]]);
+        assert_eq!(exchange.wait()?, [&[0][..], &[1], &[2]]);
         Ok(())
     })
     .unwrap();
@@ -351,15 +363,17 @@ fn train(group: ProcessGroup, replicate: usize) -> Result<Vec<f32>> {
     let value = |i: usize| ((i * 29 + group.rank() * 7) % 31) as f32 / 31.0 - 0.5;
     let input: Vec<f32> = (0..4 * 6).map(value).collect();
     let input = Tensor::<1>::from_data(TensorData::from(&*input), &device).reshape([4, 6]);
-    let weights = |linear: Linear| {
-        let weight = Tensor::<1>::arange(0..18, &device).float() / 18.0;
-        Linear {
-            weight: linear.weight.map(|_| weight.reshape([6, 3]).require_grad()),
-            ..linear
-        }
+    let values = |len: usize| {
+        let values: Vec<f32> = (0..len).map(|i| i as f32 / len as f32).collect();
+        Tensor::<1>::from_data(TensorData::from(&*values), &device)
     };
-    let mut model =
-        weights(LinearConfig::new(6, 3).init(&device)).fully_shard(&mesh, &FsdpConfig::new())?;
+    let linear: Linear = LinearConfig::new(6, 3).init(&device);
+    let linear = Linear {
+        weight: Param::from_tensor(values(18).reshape([6, 3])),
+        bias: Some(Param::from_tensor(values(3))),
+        ..linear
+    };
+    let mut model = linear.fully_shard(&mesh, &FsdpConfig::new())?;
     let mut optim = AdamWConfig::new().init();
     let mut losses = Vec::new();
     for _ in 0..4 {
@@ -703,7 +717,6 @@ fn memory_that_is_released_too_early_is_caught() {
     driver.wait(Stream::Gather, &driver.record(Stream::Compute));
     let pins = driver.run(&communicator, Stream::Gather, all_reduce(&buffer));
     drop((buffer, pins));
-    driver.destroy(&communicator);
     cluster.assert_clean();
 }
 

@@ -64,8 +64,8 @@ impl FakeCluster {
         let mut sim = self.sim.lock();
         let start = Instant::now();
         loop {
-            while sim.step() {}
             assert!(sim.violations.is_empty(), "{}", sim.violations.join("; "));
+            while sim.step() {}
             let Some(left) = sim.left_behind() else {
                 return;
             };

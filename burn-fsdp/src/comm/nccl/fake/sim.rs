@@ -111,6 +111,9 @@ struct Memory {
     /// The stream that may use it again.
     origin: usize,
     accesses: Vec<Access>,
+    /// A compute stream that did not allocate it but used it, and what that knew then. CubeCL keeps
+    /// the memory until it is past that.
+    kept_by: Option<(usize, Clock)>,
     has_handles: bool,
     pins: usize,
 }
@@ -267,6 +270,7 @@ impl Sim {
                 device,
                 origin,
                 accesses: Vec::new(),
+                kept_by: None,
                 has_handles: true,
                 pins: 0,
             },
@@ -297,29 +301,34 @@ impl Sim {
         if memory.has_handles || memory.pins > 0 {
             return;
         }
-        let (device, origin) = (memory.device, memory.origin);
-        let accesses = std::mem::take(&mut memory.accesses);
-        self.memories.remove(&id);
-        let known = &self.devices[device].known;
-        let clock = &self.devices[device].streams[origin].clock;
-        let is_safe =
-            |a: &Access| !a.is_by_a_collective() || a.is_known(clock) || a.is_known(known);
-        if !accesses.iter().all(is_safe) {
+        let memory = self.memories.remove(&id).expect("it is there");
+        let Device { streams, known, .. } = &self.devices[memory.device];
+        let (freed_on, kept_until) = match &memory.kept_by {
+            Some((stream, clock)) => (*stream, clock),
+            None => (memory.origin, &streams[memory.origin].clock),
+        };
+        let is_over = |a: &Access| a.is_known(kept_until) || a.is_known(known);
+        let mut by_collectives = memory.accesses.iter().filter(|a| a.is_by_a_collective());
+        if !by_collectives.all(is_over) {
             self.object("memory is let go of while a collective may still use it");
         }
-        self.queue(device, origin, Task::Reuse(id));
+        self.queue(memory.device, freed_on, Task::Reuse(id));
     }
 
     fn access(&mut self, id: MemoryId, stream: usize, is_write: bool) {
         let device = self.memory(id).device;
         let tick = self.devices[device].streams[stream].clock[stream];
-        // CubeCL makes kernels wait for the stream that allocated what they use.
         let origin = self.memory(id).origin;
-        if origin != stream && ![GATHER, REDUCE].contains(&stream) {
+        let is_foreign = origin != stream && ![GATHER, REDUCE].contains(&stream);
+        if is_foreign {
+            // CubeCL makes kernels wait for the stream that allocated what they use.
             let known = self.devices[device].streams[origin].clock.clone();
             learn(&mut self.devices[device].streams[stream].clock, &known);
         }
         let clock = self.devices[device].streams[stream].clock.clone();
+        if is_foreign {
+            self.memory(id).kept_by = Some((stream, clock.clone()));
+        }
         let earlier = &mut self.memory(id).accesses;
         let conflicts = |a: &Access| (is_write || a.is_write) && !a.is_known(&clock);
         let is_race = earlier.iter().any(conflicts);
