@@ -358,6 +358,7 @@ impl Sharder<'_> {
         let layout = ShardLayout::new(shape, Placement::Replicate, shard_size);
         let (flat, trainable) = self.scatter(path, &layout, &param)?;
         let device = param.lazy_device();
+        let flat = flat.to_device(&device);
         let dtype = flat.dtype();
         let whole = lift(flat.reshape::<D, _>(Shape::from(shape.to_vec())), &device);
         let param = placeholder(param, shape, dtype)

@@ -89,7 +89,7 @@ mod tree;
 mod unit;
 mod unshard;
 
-pub use comm::{CollectiveCounts, LaunchConfig, ProcessGroup, launch};
+pub use comm::{CollectiveCounts, LaunchConfig, ProcessGroup, launch, launch_from_env};
 pub use config::{
     FsdpConfig, GradientAverage, MixedPrecisionPolicy, ModuleNode, NonFinite, OffloadPolicy,
     ParamInfo, ReshardAfterForward, UnitConfig, UnitPolicy,
@@ -111,7 +111,7 @@ pub use state_dict::{LoadMode, LoadReport, StateDict, StateDictTarget};
 pub mod prelude {
     pub use crate::{
         DeviceMesh, FsdpConfig, FsdpError, FsdpModule, FullyShard, MixedPrecisionPolicy,
-        ProcessGroup, ReshardAfterForward, Result, launch,
+        ProcessGroup, ReshardAfterForward, Result, launch, launch_from_env,
     };
 }
 

@@ -458,6 +458,7 @@ impl Unit {
         for (&member, shard) in members.iter().zip(shards) {
             let reduce_dtype = self.reduce_dtype(member);
             let kept = self.partial[member].take();
+            let shard = shard.to_device(&context.compute_device);
             let shard = sum(kept, shard, reduce_dtype);
             if !which.all_reduce {
                 self.partial[member] = Some(shard);

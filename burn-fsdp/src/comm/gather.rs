@@ -1,16 +1,19 @@
-//! The memory work of an all-gather between threads.
+//! The memory work of an all-gather.
 
 use std::sync::Arc;
 
 use burn::tensor::{DType, Tensor};
+use bytes::Bytes;
 
 use super::buffer::{BufferPool, FilledBuffer, SharedBuffer};
 #[cfg(feature = "cube")]
 use super::cube_gather::CubeGather;
+use super::message::MessageWriter;
 use super::rendezvous::Part;
 use super::{GatherInput, Gathered, host};
 use crate::Result;
 use crate::memory::{MemoryCounter, MemoryGuard};
+use crate::placement::ShardLayout;
 
 /// What the ranks of a gather fill together. The rank that comes first makes it for all.
 #[derive(Debug)]
@@ -87,7 +90,7 @@ impl Expected {
         let (tensor, counted) = if input.shard.dtype() == input.dtype {
             (input.shard, None)
         } else if host::is_host(&input.shard) {
-            (host_cast(&input, memory)?, None)
+            (cast_whole(input, memory)?, None)
         } else {
             let counted = MemoryGuard::new(memory, full_bytes(&input));
             (input.shard.cast(input.dtype), Some(counted))
@@ -96,23 +99,22 @@ impl Expected {
     }
 }
 
-/// A copy in the dtype to gather in, counted until it is dropped.
-fn host_cast(input: &GatherInput, memory: &Arc<MemoryCounter>) -> Result<Tensor<1>> {
-    let bytes = full_bytes(input);
-    let buffer = SharedBuffer::new(bytes, None);
-    {
-        // SAFETY: the buffer is this function's own.
-        let target = unsafe { buffer.slice_mut(0..bytes) };
-        host::copy_cast(&host::host(&input.shard)?, 0, target, input.dtype);
+/// A host tensor that every rank holds whole: itself, or a copy in another dtype, counted until it is
+/// dropped.
+pub(super) fn cast_whole(input: GatherInput, memory: &Arc<MemoryCounter>) -> Result<Tensor<1>> {
+    if input.shard.dtype() == input.dtype {
+        return Ok(input.shard);
     }
-    let counted = MemoryGuard::new(memory, bytes);
-    // SAFETY: as above, and its only writer is done.
-    let filled = unsafe { FilledBuffer::new(Arc::new(buffer), counted) };
+    let bytes = full_bytes(&input);
+    let mut buffer = SharedBuffer::new(bytes, None);
+    let target = buffer.as_mut_slice();
+    host::copy_cast(&host::host(&input.shard)?, 0, target, input.dtype);
+    let filled = FilledBuffer::of(buffer, MemoryGuard::new(memory, bytes));
     let len = input.layout.full_len();
     Ok(host::from_bytes(filled.into_bytes(), len, input.dtype))
 }
 
-fn full_bytes(input: &GatherInput) -> usize {
+pub(super) fn full_bytes(input: &GatherInput) -> usize {
     input.layout.full_len() * input.dtype.size()
 }
 
@@ -167,5 +169,41 @@ impl HostGather {
             tensors: expected.into_iter().map(finish).collect(),
             _counted: Vec::new(),
         }
+    }
+}
+
+/// `rank`'s shards, cast and without padding, as a message to all ranks.
+pub(super) fn pack_shards(
+    inputs: &[GatherInput],
+    rank: usize,
+    pool: Option<&Arc<BufferPool>>,
+) -> Result<Bytes> {
+    let split = || inputs.iter().filter(|input| !input.layout.is_whole());
+    let len = |input: &GatherInput| input.layout.owned_len(rank) * input.dtype.size();
+    let mut message = MessageWriter::new(split().map(len), pool);
+    for input in split() {
+        let shard = host::host(&input.shard)?;
+        let piece = message.piece(len(input));
+        let element = input.dtype.size();
+        for (place, span) in input.layout.packed_spans(rank) {
+            let target = &mut piece[place * element..(place + span.len) * element];
+            host::copy_cast(&shard, span.shard, target, input.dtype);
+        }
+    }
+    Ok(message.finish())
+}
+
+/// Writes a piece of `rank`'s message into its places in the full tensor.
+pub(super) fn unpack_shard(
+    piece: &[u8],
+    full: &mut SharedBuffer,
+    layout: &ShardLayout,
+    rank: usize,
+    dtype: DType,
+) {
+    let (full, element) = (full.as_mut_slice(), dtype.size());
+    for (place, span) in layout.packed_spans(rank) {
+        let source = &piece[place * element..(place + span.len) * element];
+        full[span.full * element..(span.full + span.len) * element].copy_from_slice(source);
     }
 }

@@ -170,6 +170,10 @@ impl Engine for LocalEngine {
     fn failure(&self) -> Option<FsdpError> {
         self.0.group.launch.failure().cloned()
     }
+
+    fn leave(&self) {
+        self.0.group.launch.rank_returned(self.0.launch_rank());
+    }
 }
 
 impl LocalEngine {

@@ -72,6 +72,10 @@ impl Wire for LocalWire {
     fn failure(&self) -> Option<FsdpError> {
         self.group().launch.failure().cloned()
     }
+
+    fn leave(&self) {
+        self.group().launch.rank_returned(self.seat.launch_rank());
+    }
 }
 
 #[derive(Debug)]
@@ -113,11 +117,11 @@ mod tests {
         let launch = Launch::new(world_size, timeout);
         std::thread::scope(|scope| {
             let run = |seat: Seat| {
-                let (launch, f) = (&launch, &f);
+                let f = &f;
                 scope.spawn(move || {
-                    let rank = seat.rank;
-                    let value = f(&LocalWire::new(seat));
-                    launch.rank_returned(rank);
+                    let wire = LocalWire::new(seat);
+                    let value = f(&wire);
+                    wire.leave();
                     value
                 })
             };

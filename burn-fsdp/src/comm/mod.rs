@@ -1,7 +1,8 @@
 //! Process groups: how ranks talk, whatever carries the bytes.
 //!
 //! [`ProcessGroup`] is one rank's handle. It knows flat tensors and their geometry, and no module.
-//! An [`Engine`] moves the data; `local` is the one for ranks that are threads of one process.
+//! An [`Engine`] moves the data; `local` is the one for ranks that are threads of one process,
+//! `process` the one for ranks that are processes, over a [`Wire`](wire::Wire) such as `tcp`.
 //!
 //! # Note: no silent hang
 //!
@@ -11,21 +12,29 @@
 //! at once if it waits in one. Every wait has a timeout.
 
 mod buffer;
+mod cause;
 #[cfg(feature = "cube")]
 pub(crate) mod cube;
 #[cfg(feature = "cube")]
 mod cube_gather;
 #[cfg(feature = "cube")]
 mod cube_reduce;
+mod env;
+mod from_env;
 mod gather;
 pub(crate) mod host;
 mod launch;
 mod local;
 mod local_wire;
+mod message;
 #[cfg(feature = "cube")]
 mod nccl;
 mod open_gathers;
+mod process;
 mod rendezvous;
+mod tcp;
+#[cfg(test)]
+mod testing;
 mod wire;
 
 use std::fmt;
@@ -35,6 +44,7 @@ use std::sync::{Arc, Weak};
 
 use burn::tensor::{DType, Device, Tensor};
 
+pub use from_env::launch_from_env;
 pub use launch::{LaunchConfig, launch};
 
 use self::wire::Wire;
@@ -44,7 +54,7 @@ use crate::reduction::{ReduceOp, Reduction};
 use crate::{FsdpError, GradientAverage, Placement, Result};
 
 /// What identifies a collective across ranks.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Call {
     pub(crate) op: &'static str,
     pub(crate) subject: Arc<str>,
@@ -150,7 +160,8 @@ pub(crate) trait GatherWork: fmt::Debug + Send {
 /// What moves data between ranks. All ranks must make the same calls in the same order.
 ///
 /// A call that fails leaves the group failed: it, and every later call on any rank, returns the
-/// first cause.
+/// first cause. Results are on the device of the inputs; where this rank has no input, on that of
+/// another, or on [`ProcessGroup::device`].
 pub(crate) trait Engine: fmt::Debug + Send + Sync {
     fn rank(&self) -> usize;
 
@@ -208,6 +219,9 @@ pub(crate) trait Engine: fmt::Debug + Send + Sync {
 
     /// What the group failed with.
     fn failure(&self) -> Option<FsdpError>;
+
+    /// Says that this rank has returned: those who wait for it fail.
+    fn leave(&self);
 }
 
 /// Numbers of collectives made so far. Control messages and barriers are not counted.
@@ -244,22 +258,31 @@ impl Counters {
 
 /// One rank's handle on a group of ranks. Clones are the same rank.
 ///
-/// Except for [`rank`](Self::rank), [`world_size`](Self::world_size), [`counts`](Self::counts) and
-/// [`abort`](Self::abort), every method is a collective: **all ranks must call it, in the same
+/// Except for [`rank`](Self::rank), [`world_size`](Self::world_size), [`counts`](Self::counts),
+/// [`failure`](Self::failure), [`abort`](Self::abort), [`description`](Self::description) and
+/// [`device`](Self::device), every method is a collective: **all ranks must call it, in the same
 /// order**. If they don't, or one of them fails, all get the same error. Tensors that come back are
 /// outside autodiff.
 #[derive(Clone, Debug)]
 pub struct ProcessGroup {
     engine: Arc<dyn Engine>,
+    description: Arc<str>,
+    device: Device,
     counters: Arc<Counters>,
     /// Modules sharded over this group so far.
     modules: Arc<AtomicU64>,
 }
 
 impl ProcessGroup {
-    pub(crate) fn new(engine: Arc<dyn Engine>) -> Self {
+    pub(crate) fn new(
+        engine: Arc<dyn Engine>,
+        description: impl Into<Arc<str>>,
+        device: Device,
+    ) -> Self {
         Self {
             engine,
+            description: description.into(),
+            device,
             counters: Default::default(),
             modules: Default::default(),
         }
@@ -282,6 +305,16 @@ impl ProcessGroup {
     /// The number of ranks.
     pub fn world_size(&self) -> usize {
         self.engine.world_size()
+    }
+
+    /// Which rank this is, how it reaches the others, and who started it, as a text for logs.
+    pub fn description(&self) -> &str {
+        &self.description
+    }
+
+    /// The device that was chosen for this rank. Tensors of others will do as well.
+    pub fn device(&self) -> Device {
+        self.device.clone()
     }
 
     /// The collectives made through this handle and its clones. Those of a sharded module are
@@ -440,7 +473,10 @@ impl ProcessGroup {
 
     /// The subgroup of the ranks that pass the same `color`, in rank order.
     pub(crate) fn split(&self, color: usize) -> Result<Self> {
-        Ok(Self::new(self.engine.split(color)?))
+        let engine = self.engine.split(color)?;
+        let (rank, size) = (engine.rank(), engine.world_size());
+        let description = format!("rank {rank} of {size} in a part of {}", self.description);
+        Ok(Self::new(engine, description, self.device()))
     }
 
     /// Checks that `value` is the same on all ranks; the error names `what`.

@@ -43,8 +43,8 @@ pub(crate) trait Wire: Debug + Send + Sync {
     /// Starts the next exchange. Never waits for another rank.
     fn start(&self, call: Call, outgoing: Outgoing) -> Result<Box<dyn Exchange>>;
 
-    /// The wire between these ranks, ascending and this one among them. Only they must call this,
-    /// all in the same order.
+    /// The wire between these ranks of the group, ascending and this one among them. Only they must
+    /// call this, all in the same order.
     fn subset(&self, ranks: &[usize]) -> Result<Arc<dyn Wire>>;
 
     /// Makes the job fail with `cause`, unless it has already.
@@ -52,6 +52,12 @@ pub(crate) trait Wire: Debug + Send + Sync {
 
     /// What the job failed with.
     fn failure(&self) -> Option<FsdpError>;
+
+    /// Tells all others of the job that this rank has returned, and waits until that, and all it
+    /// has sent before, is on its way. Those who wait for it fail with
+    /// [`FsdpError::RankReturned`], and so does what it starts afterwards. Dropping a rank's last
+    /// wire does the same.
+    fn leave(&self);
 }
 
 /// An exchange under way. Dropping it abandons the result, not the other ranks.

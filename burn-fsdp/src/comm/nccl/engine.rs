@@ -318,6 +318,12 @@ impl<D: Driver> Engine for NcclEngine<D> {
     fn failure(&self) -> Option<FsdpError> {
         self.wire().failure()
     }
+
+    /// Waits for what is under way, as the others count on it and the process may end next.
+    fn leave(&self) {
+        self.watched.settle();
+        self.wire().leave();
+    }
 }
 
 impl<D: Driver> Drop for NcclEngine<D> {

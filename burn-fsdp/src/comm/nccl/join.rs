@@ -15,7 +15,7 @@ use crate::{FsdpError, Result};
 const NAP: Duration = Duration::from_millis(100);
 
 /// What a rank tells the others of itself: its device, and the id if it is rank 0; or why it can't.
-type Introduction = Result<(String, Option<UniqueId>), String>;
+type Introduction = Result<(String, Option<Vec<u8>>), String>;
 
 impl<D: Driver> NcclEngine<D> {
     /// The engine of this rank of `group` over NCCL, which all ranks must form, each with its own
@@ -25,17 +25,18 @@ impl<D: Driver> NcclEngine<D> {
     pub(super) fn form(group: &dyn Engine, driver: Result<Arc<D>>) -> Result<Self> {
         let introduce = |driver: &Arc<D>| {
             let id = (group.rank() == 0).then(|| driver.unique_id()).transpose();
-            let introduction = id.and_then(|id| Ok((driver.identity()?, id)));
+            let introduction = id.and_then(|id| Ok((driver.identity()?, id.map(Vec::from))));
             introduction.map_err(|reason| FsdpError::NcclUnavailable { reason })
         };
         let own = driver
             .as_ref()
             .map_err(FsdpError::clone)
             .and_then(introduce);
-        let told = own.as_ref().map_err(FsdpError::to_string);
-        let call = Call::new("forming", "an NCCL group");
-        let all = group.exchange(call, encode(&told.cloned()))?;
-        let id = agree(own, all.iter().map(|message| decode(message)).collect())?;
+        let told: Introduction = own.clone().map_err(|error| error.to_string());
+        let message = serde_json::to_vec(&told).map_err(FsdpError::other)?;
+        let all = group.exchange(Call::new("forming", "an NCCL group"), message)?;
+        let read = |message: &Arc<Vec<u8>>| serde_json::from_slice(message).unwrap_or_else(unread);
+        let id = agree(own, all.iter().map(read).collect())?;
         let driver = driver?;
         let wire = group.control()?;
         let (joining, rank, world_size) = (driver.clone(), wire.rank(), wire.world_size());
@@ -45,8 +46,12 @@ impl<D: Driver> NcclEngine<D> {
     }
 }
 
+fn unread(error: serde_json::Error) -> Introduction {
+    Err(format!("its introduction can't be read: {error}"))
+}
+
 /// The id to join by, if all ranks can, each with a device of its own.
-fn agree(own: Result<(String, Option<UniqueId>)>, all: Vec<Introduction>) -> Result<UniqueId> {
+fn agree(own: Result<(String, Option<Vec<u8>>)>, all: Vec<Introduction>) -> Result<UniqueId> {
     own?;
     let mut ranks = HashMap::<String, usize>::new();
     let mut ids = Vec::new();
@@ -60,9 +65,8 @@ fn agree(own: Result<(String, Option<UniqueId>)>, all: Vec<Introduction>) -> Res
             )));
         }
     }
-    Ok(*ids
-        .first()
-        .expect("rank 0 has introduced itself with an id"))
+    let id = ids.pop().and_then(|id| id.try_into().ok());
+    id.ok_or_else(|| FsdpError::argument("rank 0 has told no id to join by"))
 }
 
 /// Runs `call`, which blocks until other ranks make it too, on a thread of its own, and gives up on
@@ -110,34 +114,6 @@ pub(super) fn patiently<T: Send + 'static>(
         wire.fail(cause.clone());
         wire.failure().unwrap_or(cause)
     })
-}
-
-// One byte that says what follows: an error, a device, or an id and a device.
-const FAILED: u8 = 0;
-const READY: u8 = 1;
-const READY_WITH_ID: u8 = 2;
-
-fn encode(introduction: &Introduction) -> Vec<u8> {
-    let (kind, id, text) = match introduction {
-        Err(cause) => (FAILED, None, cause),
-        Ok((device, None)) => (READY, None, device),
-        Ok((device, Some(id))) => (READY_WITH_ID, Some(id), device),
-    };
-    let id = id.map_or(&[][..], |id| id);
-    [&[kind], id, text.as_bytes()].concat()
-}
-
-fn decode(message: &[u8]) -> Introduction {
-    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
-    match message {
-        [READY, device @ ..] => Ok((text(device), None)),
-        [READY_WITH_ID, rest @ ..] => match rest.split_first_chunk() {
-            Some((id, device)) => Ok((text(device), Some(*id))),
-            None => Err("its introduction is cut off".to_string()),
-        },
-        [_, cause @ ..] => Err(text(cause)),
-        [] => Err("its introduction is empty".to_string()),
-    }
 }
 
 #[cfg(test)]
@@ -189,21 +165,8 @@ mod tests {
     }
 
     #[test]
-    fn introductions_survive_the_wire() {
-        for introduction in [
-            Ok(("GPU-1".to_string(), None)),
-            Ok(("GPU-0".to_string(), Some([7; 128]))),
-            Err("no driver".to_string()),
-        ] {
-            assert_eq!(decode(&encode(&introduction)), introduction);
-        }
-        assert!(decode(&[]).is_err());
-        assert!(decode(&[READY_WITH_ID, 1, 2, 3]).is_err());
-    }
-
-    #[test]
     fn ranks_that_share_a_gpu_are_told_so() {
-        let own = || Ok(("GPU-a".to_string(), Some([0; 128])));
+        let own = || Ok(("GPU-a".to_string(), Some(vec![0; 128])));
         let other = |device: &str| Ok((device.to_string(), None));
         let all = vec![Ok(own().unwrap()), other("GPU-b"), other("GPU-a")];
         let error = agree(own(), all).unwrap_err().to_string();
@@ -211,12 +174,23 @@ mod tests {
     }
 
     #[test]
+    fn all_ranks_join_by_the_id_of_rank_0() {
+        let own = || Ok(("GPU-b".to_string(), None));
+        let first = |id: Vec<u8>| vec![Ok(("GPU-a".to_string(), Some(id))), own()];
+        let as_read = |own: Result<_, String>| own.map_err(FsdpError::argument);
+        let id = agree(as_read(own()), first(vec![7; 128])).unwrap();
+        assert_eq!(id, [7; 128]);
+        let error = agree(as_read(own()), first(vec![7; 3])).unwrap_err();
+        assert!(error.to_string().contains("no id"), "{error}");
+    }
+
+    #[test]
     fn a_rank_without_nccl_is_named_to_the_others_and_keeps_its_own_error() {
         let cause = "no libnccl".to_string();
-        let own = Ok(("GPU-a".to_string(), Some([0; 128])));
+        let own = Ok(("GPU-a".to_string(), Some(vec![0; 128])));
         let all = || {
             vec![
-                Ok(("GPU-a".to_string(), Some([0; 128]))),
+                Ok(("GPU-a".to_string(), Some(vec![0; 128]))),
                 Err(cause.clone()),
             ]
         };

@@ -51,8 +51,9 @@ mod public {
         /// two are on one GPU, or if NCCL fails; and as every collective.
         pub fn nccl(&self, device: &Device) -> Result<Self> {
             let driver = CudaDriver::new(device).map(Arc::new);
-            let engine = NcclEngine::form(self.engine(), driver)?;
-            Ok(Self::new(Arc::new(engine)))
+            let engine = Arc::new(NcclEngine::form(self.engine(), driver)?);
+            let description = format!("{}, NCCL on {device:?}", self.description());
+            Ok(Self::new(engine, description, device.clone()))
         }
     }
 }

@@ -11,6 +11,7 @@ use burn::tensor::{DType, Device, Tensor, TensorData};
 use super::driver::{Collective, Driver, NcclOp, Stream};
 use super::engine::NcclEngine;
 use super::fake::{FakeCluster, FakeDriver};
+use crate::comm::testing::launch_tcp;
 use crate::comm::{Call, GatherInput, GatherWork, ProcessGroup, ReduceInput};
 use crate::memory::MemoryCounter;
 use crate::placement::ShardLayout;
@@ -53,9 +54,14 @@ fn on_config<T: Send>(
 ) -> Result<Vec<T>> {
     config.launch(|group| {
         let driver = cluster.driver(group.rank());
-        let engine = NcclEngine::form(group.engine(), Ok(driver.clone()))?;
-        f(ProcessGroup::new(Arc::new(engine)), driver)
+        f(form(&group, &driver)?, driver)
     })
+}
+
+/// The group over fake devices.
+fn form(group: &ProcessGroup, driver: &Arc<FakeDriver>) -> Result<ProcessGroup> {
+    let engine = Arc::new(NcclEngine::form(group.engine(), Ok(driver.clone()))?);
+    Ok(ProcessGroup::new(engine, "fake", group.device()))
 }
 
 fn locally<T: Send>(
@@ -414,7 +420,66 @@ fn unsharded_memory_is_counted_until_what_was_gathered_is_dropped() {
     .unwrap();
 }
 
+#[test]
+fn ranks_that_are_processes_get_the_same() {
+    let f = |group: ProcessGroup| {
+        let gather = start_gather(&group, 1, &Default::default())?;
+        let half = group.split(group.rank() % 2)?;
+        let sum = half.all_reduce(tensor(5, DType::F32, &group, 0), ReduceOp::Sum)?;
+        Ok((gathered_bits(gather)?, bits(&sum)))
+    };
+    let expected = locally(3, f).unwrap();
+    let cluster = FakeCluster::new(3, 7);
+    let got = launch_tcp(3, |group| f(form(&group, &cluster.driver(group.rank()))?));
+    let got: Vec<_> = got.into_iter().map(Result::unwrap).collect();
+    assert_eq!(got, expected);
+    cluster.assert_clean();
+}
+
+#[test]
+fn a_rank_that_leaves_waits_for_what_is_under_way() {
+    let cluster = FakeCluster::new(2, 0);
+    on_cluster(&cluster, 2, |group, _| {
+        drop(start_gather(&group, 1, &Default::default())?);
+        group.engine().leave();
+        assert_eq!(cluster.launches(), 2);
+        Ok(())
+    })
+    .unwrap();
+    cluster.assert_clean();
+}
+
 // ---- failures
+
+#[test]
+fn a_rank_that_leaves_does_not_wait_for_a_group_that_has_failed() {
+    let cluster = FakeCluster::new(1, 0);
+    cluster.freeze();
+    let left = on_cluster(&cluster, 1, |group, _| {
+        drop(start_gather(&group, 1, &Default::default())?);
+        group.abort("enough");
+        group.engine().leave();
+        Ok(())
+    });
+    assert!(left.is_ok());
+    cluster.assert_clean();
+}
+
+#[test]
+fn calls_that_differ_are_found_even_if_nccl_takes_them_for_the_same() {
+    let cluster = FakeCluster::new(2, 0);
+    let errors = launch_tcp(2, |group| {
+        let group = form(&group, &cluster.driver(group.rank()))?;
+        let gather = start_gather(&group, group.rank(), &Default::default())?;
+        Err::<(), _>(until_failure(&group, gather))
+    });
+    for error in errors {
+        let text = error.unwrap_err().to_string();
+        let names = |unit| text.contains(&format!("all-gather of unit {unit}, collective 1"));
+        assert!(text.contains("mismatch") && names(0) && names(1), "{text}");
+    }
+    cluster.assert_clean();
+}
 
 #[test]
 fn ranks_with_different_collectives_all_learn_of_both() {

@@ -22,6 +22,8 @@ use crate::{FsdpError, Result};
 
 /// How often the watchdog looks.
 const TICK: Duration = Duration::from_millis(100);
+/// How often a rank that leaves looks.
+const NAP: Duration = Duration::from_millis(1);
 
 /// A communicator, and the collectives on it that are under way.
 #[derive(Debug)]
@@ -102,6 +104,13 @@ impl<D: Driver> Watched<D> {
         // Not under the lock, as this may have to wait for the device's thread.
         if let Some(pins) = pins {
             self.driver.release(pins);
+        }
+    }
+
+    /// Waits until nothing is under way, or the job has failed.
+    pub(super) fn settle(&self) {
+        while self.check().is_ok() && !self.flights.lock().is_empty() {
+            std::thread::sleep(NAP);
         }
     }
 
