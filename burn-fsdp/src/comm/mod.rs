@@ -25,9 +25,12 @@ mod gather;
 pub(crate) mod host;
 mod launch;
 mod local;
+mod local_wire;
 mod message;
 #[cfg(feature = "mpi")]
 mod mpi;
+#[cfg(feature = "cube")]
+mod nccl;
 mod open_gathers;
 mod process;
 mod rendezvous;
@@ -46,6 +49,7 @@ use burn::tensor::{DType, Device, Tensor};
 pub use from_env::launch_from_env;
 pub use launch::{LaunchConfig, launch};
 
+use self::wire::Wire;
 use crate::memory::{MemoryCounter, MemoryGuard};
 use crate::placement::ShardLayout;
 use crate::reduction::{ReduceOp, Reduction};
@@ -208,6 +212,9 @@ pub(crate) trait Engine: fmt::Debug + Send + Sync {
 
     /// Splits the group into those of equal `color`, in rank order.
     fn split(&self, color: usize) -> Result<Arc<dyn Engine>>;
+
+    /// A wire between the ranks of the group, with positions of its own. A collective.
+    fn control(&self) -> Result<Arc<dyn Wire>>;
 
     /// Makes the group fail with `cause`, unless it has already.
     fn fail(&self, cause: FsdpError);

@@ -208,6 +208,11 @@ impl Engine for ProcessEngine {
         Ok(Arc::new(Self::new(wire)))
     }
 
+    fn control(&self) -> Result<Arc<dyn Wire>> {
+        let all: Vec<_> = (0..self.world_size()).collect();
+        self.wire.subset(&all)
+    }
+
     fn fail(&self, cause: FsdpError) {
         self.wire.fail(cause);
     }
