@@ -172,11 +172,11 @@ mod tests {
     }
 
     proptest! {
-        #![proptest_config(ProptestConfig::with_cases(24))]
+        #![proptest_config(ProptestConfig::with_cases(12))]
 
         #[test]
         fn sums_are_those_of_f64_but_for_rounding(
-            buffers in prop::collection::vec((dtype(), 0..3000usize), 0..20),
+            buffers in prop::collection::vec((dtype(), 0..3000usize), 0..6),
             seed: u64,
         ) {
             let client = client();
@@ -220,6 +220,19 @@ mod tests {
         assert!((got - exact).abs() <= bound, "{got} is not {exact}");
         let again = only(&client, &sum_of_squares(&client, &[buffer]));
         assert_eq!(got.to_bits(), again.to_bits());
+    }
+
+    #[test]
+    fn buffers_of_several_launches_are_in_one_sum() {
+        let client = client();
+        let buffers: Vec<_> = (1..=40)
+            .map(|len| upload(&client, &vec![2.0; len], DType::F32))
+            .collect();
+        let count = (1..=40).sum::<usize>() as f64;
+        assert_eq!(
+            only(&client, &sum_of_squares(&client, &buffers)),
+            4.0 * count
+        );
     }
 
     #[test]
