@@ -254,7 +254,7 @@ mod tests {
     }
 
     proptest! {
-        #![proptest_config(ProptestConfig::with_cases(40))]
+        #![proptest_config(ProptestConfig::with_cases(24))]
 
         #[test]
         fn reduced_gradients_are_finished_as_the_reference_does(

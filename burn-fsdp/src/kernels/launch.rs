@@ -113,7 +113,7 @@ pub(super) fn works(items: impl Iterator<Item = usize>) -> (Vec<WorkLaunch>, usi
 pub(super) struct Place {
     pub(super) slot: usize,
     pub(super) full: usize,
-    pub(super) shard_len: usize,
+    shard_len: usize,
     run: FastDivmod<usize>,
     row: usize,
     pub(super) rank_stride: usize,
@@ -145,12 +145,13 @@ impl Member {
 
 #[cube]
 impl Place {
-    /// Where an element of a rank's shard lies in the full tensor, and whether it does: shards of
-    /// uneven tensors end in padding.
+    /// Where an element of a rank's slot lies in the full tensor, and whether it does: slots are
+    /// padded, and so are shards of uneven tensors.
     pub(super) fn full_index(&self, rank: usize, index: usize) -> (usize, bool) {
         let (outer, inner) = self.run.div_mod(index);
         let column = rank * self.rank_stride + inner;
-        (outer * self.row + column, column < self.row)
+        let exists = index < self.shard_len && column < self.row;
+        (outer * self.row + column, exists)
     }
 }
 

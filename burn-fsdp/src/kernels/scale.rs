@@ -69,7 +69,7 @@ mod tests {
     use super::*;
 
     proptest! {
-        #![proptest_config(ProptestConfig::with_cases(30))]
+        #![proptest_config(ProptestConfig::with_cases(24))]
 
         #[test]
         fn buffers_are_scaled_as_the_reference_does(

@@ -149,7 +149,7 @@ mod tests {
     }
 
     proptest! {
-        #![proptest_config(ProptestConfig::with_cases(40))]
+        #![proptest_config(ProptestConfig::with_cases(24))]
 
         #[test]
         fn what_is_packed_gathered_and_unpacked_is_what_was(
