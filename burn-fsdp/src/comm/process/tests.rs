@@ -9,7 +9,7 @@ use burn::tensor::{DType, Device, Tensor, TensorData};
 
 use crate::comm::testing::launch_tcp;
 use crate::comm::{
-    Call, Engine, GatherInput, GatherKey, ProcessGroup, ReduceInput, ReduceOp, Reduction, launch,
+    Call, GatherInput, GatherKey, ProcessGroup, ReduceInput, ReduceOp, Reduction, launch,
 };
 use crate::memory::MemoryCounter;
 use crate::placement::ShardLayout;
@@ -331,7 +331,7 @@ fn tensors_of_another_device_stay_there() {
             (sum.device(), all.device()),
             (device.clone(), device.clone())
         );
-        let values = |tensor: Tensor<1>| tensor.into_data().to_vec::<f32>().unwrap();
+        let values = |tensor: Tensor<1>| tensor.into_data().try_to_vec::<f32>().unwrap();
         Ok((values(sum), values(all)))
     });
     for result in results {
