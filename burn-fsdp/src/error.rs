@@ -174,6 +174,14 @@ pub enum FsdpError {
         /// The rank that will not come.
         gone: usize,
     },
+    /// The processes of a job did not find each other.
+    #[error("rendezvous at {address}: {reason}")]
+    Rendezvous {
+        /// Where rank 0 was to listen.
+        address: String,
+        /// What happened.
+        reason: String,
+    },
     /// A rank called [`ProcessGroup::abort`](crate::ProcessGroup::abort).
     #[error("rank {rank} aborted the group: {reason}")]
     Aborted {

@@ -23,15 +23,16 @@ pub(crate) fn gather(state: &FsdpState, path: &str, index: MemberIndex) -> Resul
         .with_detail((state.context.module, state.generation(index.unit)));
     let engine = group.engine();
     let work = engine.all_gather(call, None, inputs, &Default::default())?;
-    Ok(work.wait()?.remove(0))
+    Ok(work.wait()?.tensors.remove(0))
 }
 
-/// This rank's shard, flat, of a full tensor that only rank 0 passes.
+/// This rank's shard, flat and on `device`, of a full tensor that only rank 0 passes.
 pub(crate) fn scatter(
     mesh: &DeviceMesh,
     call: Call,
     layout: &ShardLayout,
     full: Option<Tensor<1>>,
+    device: &Device,
 ) -> Result<Tensor<1>> {
     // The ranks of the first copy get theirs from rank 0, those of the other copies from them.
     let is_in_first_copy = mesh.group().rank() < mesh.shard_size();
@@ -39,7 +40,7 @@ pub(crate) fn scatter(
         true => Some(
             mesh.shard_group()
                 .engine()
-                .scatter(call.clone(), 0, layout, full)?,
+                .scatter(call.clone(), 0, layout, full, device)?,
         ),
         false => None,
     };
@@ -48,7 +49,7 @@ pub(crate) fn scatter(
         Some(copies) => {
             let size = copies.world_size();
             let whole = ShardLayout::flat(layout.shard_len(), Placement::Replicate, size);
-            copies.engine().scatter(call, 0, &whole, shard)
+            copies.engine().scatter(call, 0, &whole, shard, device)
         }
     }
 }

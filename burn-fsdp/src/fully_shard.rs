@@ -358,6 +358,7 @@ impl Sharder<'_> {
         let layout = ShardLayout::new(shape, Placement::Replicate, shard_size);
         let (flat, trainable) = self.scatter(path, &layout, &param)?;
         let device = param.lazy_device();
+        let flat = flat.to_device(&device);
         let dtype = flat.dtype();
         let whole = lift(flat.reshape::<D, _>(Shape::from(shape.to_vec())), &device);
         let param = placeholder(param, shape, dtype)
@@ -393,7 +394,8 @@ impl Sharder<'_> {
         let trained = self.group.broadcast_bytes(0, vec![trained])?[0] == 1;
         let call = Call::new("scatter", format!("parameter \"{path}\""));
         let value = source.map(|(value, _)| value);
-        let shard = scatter(&self.state.context.mesh, call, layout, value)?;
+        let device = param.lazy_device().inner();
+        let shard = scatter(&self.state.context.mesh, call, layout, value, &device)?;
         Ok((shard, trained))
     }
 }

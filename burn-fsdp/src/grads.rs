@@ -1,27 +1,16 @@
 //! The norm of a sharded gradient, and clipping by it.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 
 use burn::module::{Module, ModuleVisitor, Param, ParamId};
 use burn::optim::GradientsParams;
 use burn::tensor::Tensor;
 
-use crate::comm::{Call, host};
+use crate::comm::Call;
 use crate::config::NonFinite;
 use crate::path::{PathStack, follow_path};
 use crate::plan::ShardingPlan;
-use crate::{FsdpError, FsdpModule, Result};
-
-/// Which norm of all gradients taken as one vector.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum NormType {
-    /// The sum of absolute values.
-    L1,
-    /// The Euclidean norm.
-    L2,
-    /// The largest absolute value.
-    Inf,
-}
+use crate::{FsdpError, FsdpModule, NormType, Result, norm};
 
 /// Keeps a gradient of norm zero from being divided by zero, as PyTorch does.
 const EPSILON: f64 = 1e-6;
@@ -46,12 +35,12 @@ impl<M: Module> FsdpModule<M> {
             path: PathStack::default(),
             grads,
             counts_replicated: self.mesh().shard_rank() == 0,
-            norm,
             seen: HashSet::new(),
-            total: Ok(0.0),
+            flat: Vec::new(),
         };
         self.visit(&mut local);
-        let message = local.total?.to_le_bytes().to_vec();
+        let own = norm::before_root(norm, &local.flat)?;
+        let message = own.to_le_bytes().to_vec();
         let subject = match max_norm {
             Some(max_norm) => format!("the gradient norm to clip at {max_norm}"),
             None => format!("the gradient norm ({norm:?})"),
@@ -69,7 +58,7 @@ impl<M: Module> FsdpModule<M> {
         let total = parts
             .enumerate()
             .filter(is_heard)
-            .fold(0.0, |total, (_, part)| join(norm, total, part));
+            .fold(0.0, |total, (_, part)| norm::join(norm, total, part));
         Ok(match norm {
             NormType::L2 => total.sqrt(),
             NormType::L1 | NormType::Inf => total,
@@ -107,35 +96,33 @@ impl<M: Module> FsdpModule<M> {
         }
         let factor = max_norm / (norm + EPSILON);
         if factor < 1.0 {
-            self.visit(&mut Scale {
+            let mut take = TakeGradients {
                 plan: self.plan(),
                 path: PathStack::default(),
                 grads: &mut grads,
-                factor,
-                seen: HashSet::new(),
+                taken: Vec::new(),
+            };
+            self.visit(&mut take);
+            let (ids, flat): (Vec<_>, Vec<_>) = take.taken.into_iter().unzip();
+            let scaled = ids.into_iter().zip(norm::scale(flat, factor)?);
+            self.visit(&mut PutGradients {
+                grads: &mut grads,
+                flat: scaled.collect(),
             });
         }
         Ok((grads, norm))
     }
 }
 
-fn join(norm: NormType, a: f64, b: f64) -> f64 {
-    match norm {
-        NormType::L1 | NormType::L2 => a + b,
-        NormType::Inf if a.is_nan() || b.is_nan() => f64::NAN,
-        NormType::Inf => a.max(b),
-    }
-}
-
+/// The gradients that this rank counts.
 struct LocalNorm<'a> {
     plan: &'a ShardingPlan,
     path: PathStack,
     grads: &'a GradientsParams,
     counts_replicated: bool,
-    norm: NormType,
     /// A gradient is its id's, and several parameters may have one id.
     seen: HashSet<ParamId>,
-    total: Result<f64>,
+    flat: Vec<Tensor<1>>,
 }
 
 impl ModuleVisitor for LocalNorm<'_> {
@@ -154,35 +141,43 @@ impl ModuleVisitor for LocalNorm<'_> {
             return;
         };
         let len = gradient.shape().num_elements();
-        let flat = gradient.inner().reshape([len]);
-        let part = match self.norm {
-            NormType::L1 => host::sum_of(&flat, f64::abs),
-            NormType::L2 => host::sum_of(&flat, |x| x * x),
-            NormType::Inf => host::max_abs(&flat),
-        };
-        let total = std::mem::replace(&mut self.total, Ok(0.0));
-        self.total = total.and_then(|total| Ok(join(self.norm, total, part?)));
+        self.flat.push(gradient.inner().reshape([len]));
     }
 }
 
-struct Scale<'a> {
+/// Takes the gradients of all sharded and replicated parameters.
+struct TakeGradients<'a> {
     plan: &'a ShardingPlan,
     path: PathStack,
     grads: &'a mut GradientsParams,
-    factor: f64,
-    seen: HashSet<ParamId>,
+    taken: Vec<(ParamId, Tensor<1>)>,
 }
 
-impl ModuleVisitor for Scale<'_> {
+impl ModuleVisitor for TakeGradients<'_> {
     follow_path!();
 
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        if self.plan.find(&self.path.join()).is_none() || !self.seen.insert(param.id) {
+        if self.plan.find(&self.path.join()).is_none() {
             return;
         }
         if let Some(gradient) = self.grads.remove::<D>(param.id) {
-            self.grads
-                .register(param.id, gradient.mul_scalar(self.factor));
+            let len = gradient.shape().num_elements();
+            self.taken.push((param.id, gradient.inner().reshape([len])));
+        }
+    }
+}
+
+/// Puts gradients back in the shapes of their parameters.
+struct PutGradients<'a> {
+    grads: &'a mut GradientsParams,
+    flat: HashMap<ParamId, Tensor<1>>,
+}
+
+impl ModuleVisitor for PutGradients<'_> {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        if let Some(flat) = self.flat.remove(&param.id) {
+            let gradient = flat.reshape::<D, _>(param.shape());
+            self.grads.register(param.id, gradient);
         }
     }
 }

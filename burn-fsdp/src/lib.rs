@@ -67,9 +67,12 @@ mod forward;
 mod full;
 mod fully_shard;
 mod grads;
+#[cfg(feature = "cube")]
+mod kernels;
 mod memory;
 mod mesh;
 mod module;
+mod norm;
 mod order;
 mod param;
 mod pass;
@@ -77,6 +80,7 @@ mod path;
 mod placement;
 mod plan;
 mod ranked;
+mod reduction;
 mod schedule;
 mod shards;
 mod state;
@@ -85,7 +89,7 @@ mod tree;
 mod unit;
 mod unshard;
 
-pub use comm::{CollectiveCounts, LaunchConfig, ProcessGroup, ReduceOp, launch};
+pub use comm::{CollectiveCounts, LaunchConfig, ProcessGroup, launch, launch_from_env};
 pub use config::{
     FsdpConfig, GradientAverage, MixedPrecisionPolicy, ModuleNode, NonFinite, OffloadPolicy,
     ParamInfo, ReshardAfterForward, UnitConfig, UnitPolicy,
@@ -93,12 +97,12 @@ pub use config::{
 pub use error::{FsdpError, Result};
 pub use forward::CastFloats;
 pub use fully_shard::FullyShard;
-pub use grads::NormType;
 pub use memory::MemoryStats;
 pub use mesh::DeviceMesh;
 pub use module::{FsdpModule, NoSyncGuard};
 pub use placement::Placement;
 pub use plan::{ParamPlan, ShardingPlan, UnitPlan};
+pub use reduction::{NormType, ReduceOp};
 pub use schedule::Event;
 pub use shards::{ShardSpec, ShardedStateDict, ShardedTensor, dense_specs};
 pub use state_dict::{LoadMode, LoadReport, StateDict, StateDictTarget};
@@ -107,7 +111,7 @@ pub use state_dict::{LoadMode, LoadReport, StateDict, StateDictTarget};
 pub mod prelude {
     pub use crate::{
         DeviceMesh, FsdpConfig, FsdpError, FsdpModule, FullyShard, MixedPrecisionPolicy,
-        ProcessGroup, ReshardAfterForward, Result, launch,
+        ProcessGroup, ReshardAfterForward, Result, launch, launch_from_env,
     };
 }
 

@@ -80,6 +80,10 @@ impl ShardLayout {
         Self::new(&self.shape, self.placement, world_size)
     }
 
+    pub(crate) fn world_size(&self) -> usize {
+        self.world_size
+    }
+
     /// Whether every rank's shard is the full tensor.
     pub(crate) fn is_whole(&self) -> bool {
         self.placement == Placement::Replicate || self.world_size == 1
@@ -93,6 +97,16 @@ impl ShardLayout {
     /// Elements of a stored shard, padding included. Equal on all ranks.
     pub(crate) fn shard_len(&self) -> usize {
         self.outer * self.chunk * self.inner
+    }
+
+    /// Elements of a stored shard that are contiguous in the full tensor, padding included.
+    pub(crate) fn run_len(&self) -> usize {
+        self.chunk * self.inner
+    }
+
+    /// Elements of the full tensor over which every rank has one run.
+    pub(crate) fn row_len(&self) -> usize {
+        self.dim * self.inner
     }
 
     /// Shape of a stored shard, padding included. Equal on all ranks.
@@ -138,6 +152,20 @@ impl ShardLayout {
             len: indices.len() * inner,
         })
     }
+
+    /// Elements of the full tensor that `rank` owns.
+    pub(crate) fn owned_len(&self, rank: usize) -> usize {
+        self.outer * self.indices(rank).len() * self.inner
+    }
+
+    /// The runs of `rank`, and the place of each among its own elements without padding.
+    pub(crate) fn packed_spans(&self, rank: usize) -> impl Iterator<Item = (usize, Span)> + use<> {
+        self.spans(rank).scan(0, |next, span| {
+            let place = *next;
+            *next += span.len;
+            Some((place, span))
+        })
+    }
 }
 
 #[cfg(test)]
@@ -178,6 +206,14 @@ mod tests {
             ]
         );
         assert_eq!(layout.local_box(1), (vec![0, 3, 0], vec![2, 2, 3]));
+    }
+
+    #[test]
+    fn packed_runs_follow_each_other_without_padding() {
+        let layout = ShardLayout::new(&[2, 5, 3], Placement::Shard(1), 2);
+        let places: Vec<_> = layout.packed_spans(1).map(|(place, _)| place).collect();
+        assert_eq!((places, layout.owned_len(1)), (vec![0, 6], 12));
+        assert_eq!(layout.owned_len(0) + layout.owned_len(1), layout.full_len());
     }
 
     #[test]

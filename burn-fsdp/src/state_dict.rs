@@ -332,7 +332,7 @@ impl LoadFull<'_> {
             loaded.val().inner().reshape([layout.full_len()])
         });
         let call = Call::new("scatter", format!("parameter \"{path}\""));
-        scatter(&self.state.context.mesh, call, &layout, full)
+        scatter(&self.state.context.mesh, call, &layout, full, device)
     }
 }
 

@@ -11,13 +11,14 @@ use burn::tensor::{DType, Tensor};
 use parking_lot::Mutex;
 
 use crate::board::{AfterForward, Context, Shard, ShardBoard, UnitSpec};
-use crate::comm::host;
 use crate::comm::{
-    Call, Counters, GatherInput, GatherKey, GatherWork, ProcessGroup, ReduceInput, Reduction,
+    Call, Counters, GatherInput, GatherKey, GatherWork, Gathered, ProcessGroup, ReduceInput,
+    take_shard,
 };
 use crate::memory::MemoryGuard;
 use crate::pass::{MemberUse, Pass};
 use crate::placement::{Placement, ShardLayout};
+use crate::reduction::Reduction;
 use crate::{GradientAverage, Result};
 
 #[derive(Debug, Default)]
@@ -25,7 +26,7 @@ enum Unsharded {
     #[default]
     No,
     Coming(Box<dyn GatherWork>),
-    Here(Vec<Tensor<1>>),
+    Here(Gathered),
 }
 
 /// The unit after a forward that resharded it over a subgroup.
@@ -200,7 +201,7 @@ impl Unit {
             Unsharded::Coming(work) => work.wait()?,
             Unsharded::No => unreachable!("unsharding has just been started"),
         };
-        let parameter = full[member].clone();
+        let parameter = full.tensors[member].clone();
         self.unsharded = Unsharded::Here(full);
         Ok(parameter)
     }
@@ -210,13 +211,13 @@ impl Unit {
         if let (AfterForward::Regroup(group), Unsharded::Here(full), None) =
             (&self.spec.after_forward, &self.unsharded, &self.regrouped)
         {
-            let members = self.spec.members.iter().zip(full);
+            let members = self.spec.members.iter().zip(&full.tensors);
             let shards = members
                 .map(|(member, full)| {
                     let layout = member.layout.with_world_size(group.world_size());
-                    host::take_shard(full, &layout, group.rank())
+                    take_shard(full, &layout, group.rank())
                 })
-                .collect::<Result<Vec<_>>>()?;
+                .collect::<Vec<_>>();
             let bytes = |t: &Tensor<1>| t.dims()[0] * t.dtype().size();
             let held = shards.iter().map(bytes).sum();
             self.regrouped = Some(Regrouped {
@@ -440,7 +441,8 @@ impl Unit {
         if group.world_size() > 1 {
             Counters::bump(&context.counters.reduce_scatters);
         }
-        self.run(group, "reduce-scatter", inputs, context.average, which)
+        let average = context.average;
+        self.run(context, group, "reduce-scatter", inputs, average, which)
     }
 
     /// `None` while all-reduce is off.
@@ -456,6 +458,7 @@ impl Unit {
         for (&member, shard) in members.iter().zip(shards) {
             let reduce_dtype = self.reduce_dtype(member);
             let kept = self.partial[member].take();
+            let shard = shard.to_device(&context.compute_device);
             let shard = sum(kept, shard, reduce_dtype);
             if !which.all_reduce {
                 self.partial[member] = Some(shard);
@@ -481,12 +484,13 @@ impl Unit {
             GradientAverage::Sum | GradientAverage::Factor(_) => GradientAverage::Sum,
         };
         Counters::bump(&context.counters.all_reduces);
-        self.run(group, "all-reduce", inputs, average, which)
+        self.run(context, group, "all-reduce", inputs, average, which)
             .map(Some)
     }
 
     fn run(
         &self,
+        context: &Context,
         group: &ProcessGroup,
         op: &'static str,
         inputs: Vec<ReduceInput>,
@@ -504,7 +508,8 @@ impl Unit {
             .of(first.reduce_dtype, len)
             .with_detail((which.module, which.pass, kinds.collect::<Vec<_>>()));
         let reduction = Reduction::new(average, group.world_size(), first.reduce_dtype);
-        group.engine().reduce(call, inputs, reduction)
+        let device = &context.compute_device;
+        group.engine().reduce(call, inputs, reduction, device)
     }
 
     fn subject(&self) -> String {

@@ -92,13 +92,22 @@ impl MemberHandle {
 }
 
 /// The backends that can unshard.
-#[backend_extension(Flex, Autodiff)]
+#[backend_extension(Flex, Cube: cfg(feature = "cube"), Autodiff)]
 pub(crate) trait UnshardBackend: Backend {
     /// The full parameter, of which `shard` is this rank's part.
     fn unshard(shard: FloatTensor<Self>, member: MemberHandle) -> FloatTensor<Self>;
 }
 
 impl UnshardBackend for Flex {
+    fn unshard(_shard: FloatTensor<Self>, member: MemberHandle) -> FloatTensor<Self> {
+        member.full::<Self>(Phase::Forward)
+    }
+}
+
+// With Burn's fusion, `Cube` is a backend of operations that run later. A collective must not: two
+// ranks may run what they have put off at different times. This runs at once, as `full` does.
+#[cfg(feature = "cube")]
+impl UnshardBackend for burn::backend::Cube {
     fn unshard(_shard: FloatTensor<Self>, member: MemberHandle) -> FloatTensor<Self> {
         member.full::<Self>(Phase::Forward)
     }

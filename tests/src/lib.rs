@@ -19,14 +19,32 @@ use burn_fsdp::ProcessGroup;
 /// The seed of every initialisation.
 pub const SEED: u64 = 42;
 
+/// The device to test on, without autodiff: what `BURN_FSDP_TEST_DEVICE` names, `flex` by default.
+///
+/// # Panics
+///
+/// If this build has no such device.
+pub fn base_device() -> Device {
+    match std::env::var("BURN_FSDP_TEST_DEVICE").as_deref() {
+        Err(_) | Ok("flex") => Device::flex(),
+        #[cfg(feature = "cpu")]
+        Ok("cpu") => Device::cpu(),
+        #[cfg(feature = "cuda")]
+        Ok("cuda") => Device::cuda(0),
+        #[cfg(feature = "wgpu")]
+        Ok("wgpu") => Device::wgpu(burn::tensor::DeviceKind::DefaultDevice),
+        Ok(other) => panic!("BURN_FSDP_TEST_DEVICE={other}: built without the feature `{other}`"),
+    }
+}
+
 /// The device most tests train on: the library recommends gradient checkpointing.
 pub fn device() -> Device {
-    Device::flex().autodiff().gradient_checkpointing()
+    base_device().autodiff().gradient_checkpointing()
 }
 
 /// The device without gradient checkpointing.
 pub fn device_without_checkpointing() -> Device {
-    Device::flex().autodiff()
+    base_device().autodiff()
 }
 
 static RANDOM: Mutex<()> = Mutex::new(());

@@ -48,6 +48,18 @@ impl SharedBuffer {
         UnsafeCell::raw_get(self.words.as_ptr()).cast()
     }
 
+    /// All bytes, for the only holder.
+    pub(crate) fn as_mut_slice(&mut self) -> &mut [u8] {
+        // SAFETY: nobody else has the buffer.
+        unsafe { self.slice_mut(0..self.len) }
+    }
+
+    /// The bytes, never to be written again.
+    pub(crate) fn freeze(self) -> bytes::Bytes {
+        let none = MemoryGuard::new(&Default::default(), 0);
+        bytes::Bytes::from_owner(FilledBuffer::of(self, none))
+    }
+
     /// The bytes of `range`, for writing.
     ///
     /// # Safety
@@ -93,6 +105,12 @@ impl FilledBuffer {
             buffer,
             _counted: counted,
         }
+    }
+
+    /// The same for a buffer that nobody else has.
+    pub(crate) fn of(buffer: SharedBuffer, counted: MemoryGuard) -> Self {
+        // SAFETY: who could have written to it or could still is gone.
+        unsafe { Self::new(Arc::new(buffer), counted) }
     }
 
     /// The buffer as Burn's bytes, without a copy; whoever writes to them gets a private copy.

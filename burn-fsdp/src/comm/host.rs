@@ -1,12 +1,15 @@
 //! The arithmetic of collectives on host memory: copy with cast, and reduction.
 
+use std::ops::Range;
+
 use burn::backend::Flex;
 use burn::backend::tensor::FloatTensor;
-use burn::tensor::{Bytes, DType, Element, Tensor, TensorData, bf16, f16};
+use burn::tensor::{AllocationProperty, Bytes, DType, Element, Tensor, TensorData, bf16, f16};
 use rayon::prelude::*;
 
-use super::{ReduceOp, Reduction};
+use super::buffer::SharedBuffer;
 use crate::placement::ShardLayout;
+use crate::reduction::{ReduceOp, Reduction};
 use crate::{FsdpError, Result};
 
 pub(crate) type HostTensor = FloatTensor<Flex>;
@@ -33,12 +36,33 @@ pub(crate) fn host(tensor: &Tensor<1>) -> Result<HostTensor> {
     })
 }
 
+/// Whether the tensor is one of the host.
+pub(crate) fn is_host(tensor: &Tensor<1>) -> bool {
+    tensor.clone().try_into_primitive::<Flex>().is_ok()
+}
+
 pub(crate) fn from_bytes(bytes: Bytes, len: usize, dtype: DType) -> Tensor<1> {
-    Tensor::from_primitive::<Flex>(HostTensor::from_data(TensorData::from_bytes(
-        bytes,
-        [len],
-        dtype,
-    )))
+    Tensor::from_primitive::<Flex>(host_from_bytes(bytes, len, dtype))
+}
+
+fn host_from_bytes(bytes: Bytes, len: usize, dtype: DType) -> HostTensor {
+    HostTensor::from_data(TensorData::from_bytes(bytes, [len], dtype))
+}
+
+/// Elements that another process has sent; a copy only if they are not where numbers may be.
+pub(crate) fn received(bytes: bytes::Bytes, dtype: DType) -> HostTensor {
+    let len = bytes.len() / dtype.size();
+    let is_aligned = (bytes.as_ptr() as usize).is_multiple_of(dtype.size());
+    let bytes = match is_aligned {
+        true => bytes,
+        false => {
+            let mut aligned = SharedBuffer::new(bytes.len(), None);
+            aligned.as_mut_slice().copy_from_slice(&bytes);
+            aligned.freeze()
+        }
+    };
+    let bytes = Bytes::from_shared(bytes, AllocationProperty::Native);
+    host_from_bytes(bytes, len, dtype)
 }
 
 /// A floating type that host memory holds.
@@ -158,10 +182,6 @@ pub(crate) fn copy_cast(src: &HostTensor, start: usize, dst: &mut [u8], dtype: D
 }
 
 /// `rank`'s shard of a full tensor, padded with zeros.
-pub(crate) fn take_shard(full: &Tensor<1>, layout: &ShardLayout, rank: usize) -> Result<Tensor<1>> {
-    Ok(shard_of(&host(full)?, layout, rank))
-}
-
 pub(crate) fn shard_of(full: &HostTensor, layout: &ShardLayout, rank: usize) -> Tensor<1> {
     let dtype = full.dtype();
     with_float!(dtype, T => {
@@ -188,12 +208,21 @@ pub(crate) fn reduce<O: HostFloat>(
     reduce_dtype: DType,
     reduction: &Reduction,
 ) {
-    let wide = O::WIDE
-        || reduce_dtype == DType::F64
-        || contributions
-            .iter()
-            .flatten()
-            .any(|c| c.dtype() == DType::F64);
+    let wide = contributions.iter().flatten().any(|c| is_wide(c));
+    reduce_sent(contributions, start, out, reduce_dtype, reduction, wide);
+}
+
+/// The same for contributions that may have been [sent](write_sent): `wide` says whether one of
+/// them was in f64 before.
+pub(crate) fn reduce_sent<O: HostFloat>(
+    contributions: &[Contribution<'_>],
+    start: usize,
+    out: &mut [O],
+    reduce_dtype: DType,
+    reduction: &Reduction,
+    wide: bool,
+) {
+    let wide = wide || O::WIDE || reduce_dtype == DType::F64;
     let one_block = |(i, block): (usize, &mut [O])| {
         let start = start + i * BLOCK;
         if wide {
@@ -202,10 +231,47 @@ pub(crate) fn reduce<O: HostFloat>(
             reduce_block::<f32, O>(contributions, start, block, reduce_dtype, reduction);
         }
     };
-    if out.len() >= PARALLEL && rayon::current_num_threads() > 1 {
-        out.par_chunks_mut(BLOCK).enumerate().for_each(one_block);
+    for_each_block(out, one_block);
+}
+
+/// Whether a contribution makes the sum be kept in f64.
+pub(crate) fn is_wide(contribution: &HostTensor) -> bool {
+    contribution.dtype() == DType::F64
+}
+
+/// Writes elements of a contribution, from `start` on, as they are sent: divided, and rounded to
+/// `reduce_dtype`. What is reduced of them later must not be divided before the sum again.
+///
+/// The result is that of [`reduce`] bit for bit if `pre_divide` is a power of two.
+pub(crate) fn write_sent(
+    contribution: &HostTensor,
+    start: usize,
+    dst: &mut [u8],
+    reduce_dtype: DType,
+    reduction: &Reduction,
+) {
+    with_float!(reduce_dtype, R => {
+        let dst: &mut [R] = bytemuck::cast_slice_mut(dst);
+        let wide = R::WIDE || is_wide(contribution);
+        for_each_block(dst, |(i, block)| {
+            let start = start + i * BLOCK;
+            let range = start..start + block.len();
+            if wide {
+                let mut scratch = [0f64; BLOCK];
+                convert(sent(contribution, range, reduce_dtype, reduction, &mut scratch), block);
+            } else {
+                let mut scratch = [0f32; BLOCK];
+                convert(sent(contribution, range, reduce_dtype, reduction, &mut scratch), block);
+            }
+        });
+    })
+}
+
+fn for_each_block<T: Send>(values: &mut [T], f: impl Fn((usize, &mut [T])) + Send + Sync) {
+    if values.len() >= PARALLEL && rayon::current_num_threads() > 1 {
+        values.par_chunks_mut(BLOCK).enumerate().for_each(f);
     } else {
-        out.chunks_mut(BLOCK).enumerate().for_each(one_block);
+        values.chunks_mut(BLOCK).enumerate().for_each(f);
     }
 }
 
@@ -217,26 +283,12 @@ fn reduce_block<A: Accumulator, O: HostFloat>(
     reduction: &Reduction,
 ) {
     let mut acc = [A::ZERO; BLOCK];
-    let mut loaded = [A::ZERO; BLOCK];
+    let mut scratch = [A::ZERO; BLOCK];
     let acc = &mut acc[..out.len()];
-    let loaded = &mut loaded[..out.len()];
     let mut first = true;
     for tensor in contributions.iter().flatten() {
         let range = start..start + out.len();
-        let part: &[A] = if tensor.dtype() == A::dtype() && reduction.pre_divide == 1.0 {
-            &slice::<A>(tensor)[range]
-        } else {
-            with_float!(tensor.dtype(), S => convert(&slice::<S>(tensor)[range], loaded));
-            divide(loaded, reduction.pre_divide);
-            loaded
-        };
-        let rounded;
-        let part = if A::holds(reduce_dtype) {
-            part
-        } else {
-            rounded = round_to(part, reduce_dtype);
-            &rounded[..out.len()]
-        };
+        let part = sent(tensor, range, reduce_dtype, reduction, &mut scratch);
         if std::mem::take(&mut first) {
             acc.copy_from_slice(part);
         } else {
@@ -256,11 +308,29 @@ fn reduce_block<A: Accumulator, O: HostFloat>(
         }
     }
     divide(acc, reduction.post_divide);
-    if A::holds(reduce_dtype) {
-        convert(acc, out);
-    } else {
-        convert(&round_to(acc, reduce_dtype)[..out.len()], out);
+    round(acc, reduce_dtype);
+    convert(acc, out);
+}
+
+/// A block of a contribution as it is sent, in the type sums are kept in.
+fn sent<'a, A: Accumulator>(
+    tensor: &'a HostTensor,
+    range: Range<usize>,
+    reduce_dtype: DType,
+    reduction: &Reduction,
+    scratch: &'a mut [A; BLOCK],
+) -> &'a [A] {
+    let is_divided = reduction.pre_divide != 1.0;
+    if tensor.dtype() == A::dtype() && A::holds(reduce_dtype) && !is_divided {
+        return &slice::<A>(tensor)[range];
     }
+    let loaded = &mut scratch[..range.len()];
+    with_float!(tensor.dtype(), S => convert(&slice::<S>(tensor)[range], loaded));
+    divide(loaded, reduction.pre_divide);
+    if is_divided || tensor.dtype() != reduce_dtype {
+        round(loaded, reduce_dtype);
+    }
+    loaded
 }
 
 /// The type sums are kept in.
@@ -300,14 +370,15 @@ fn divide<A: Accumulator>(values: &mut [A], by: f64) {
     }
 }
 
-fn round_to<A: Accumulator>(values: &[A], dtype: DType) -> [A; BLOCK] {
-    let mut rounded = [A::ZERO; BLOCK];
+fn round<A: Accumulator>(values: &mut [A], dtype: DType) {
+    if A::holds(dtype) {
+        return;
+    }
     with_float!(dtype, R => {
-        for (r, v) in rounded.iter_mut().zip(values) {
-            *r = A::narrow(R::narrow(v.widen()).widen());
+        for value in values {
+            *value = A::narrow(R::narrow(value.widen()).widen());
         }
     });
-    rounded
 }
 
 /// The sum of `f(x)` over the elements, in f64.

@@ -3,10 +3,10 @@
 use std::any::Any;
 use std::num::NonZero;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Arc;
+use std::thread::ScopedJoinHandle;
 use std::time::Duration;
 
-use parking_lot::Mutex;
+use burn::tensor::Device;
 
 use super::ProcessGroup;
 use super::local::LocalEngine;
@@ -43,6 +43,8 @@ pub fn launch<T: Send>(
     LaunchConfig::new(world_size).launch(f)
 }
 
+/// How long a rank waits for the others, if nothing else is said.
+pub(super) const DEFAULT_TIMEOUT: Duration = Duration::from_secs(600);
 /// More threads for one rank are a mistake.
 const MOST_THREADS: usize = 1024;
 
@@ -59,7 +61,7 @@ impl LaunchConfig {
     pub fn new(world_size: usize) -> Self {
         Self {
             world_size,
-            timeout: Duration::from_secs(600),
+            timeout: DEFAULT_TIMEOUT,
             threads_per_rank: None,
         }
     }
@@ -93,70 +95,99 @@ impl LaunchConfig {
             )));
         }
         let launch = Launch::new(self.world_size, self.timeout);
-        let first_error = Mutex::new(None);
-        let run = |rank: usize, group: ProcessGroup| {
-            let result = catch_unwind(AssertUnwindSafe(|| self.in_own_pool(rank, || f(group))))
-                .unwrap_or_else(|panic| Err(rank_failed(rank, panic_message(&*panic))));
-            if let Err(error) = &result {
-                let cause = match error {
-                    FsdpError::RankFailed { .. } => error.clone(),
-                    error => rank_failed(rank, error.to_string()),
-                };
-                if launch.fail(cause.clone()) {
-                    let typed = !matches!(error, FsdpError::Other(_));
-                    *first_error.lock() = Some(if typed { error.clone() } else { cause });
-                }
-            }
-            launch.rank_returned(rank);
-            result.ok()
+        let threads = self.threads_per_rank;
+        let threads = threads.unwrap_or_else(|| share_of_cores(self.world_size));
+        let run = |rank: usize, engine| {
+            let description = format!("rank {rank} of {} (local, a thread)", self.world_size);
+            let group = ProcessGroup::new(engine, description, Device::flex());
+            run_rank(group, threads, &f)
         };
-        let values: Vec<Option<T>> = std::thread::scope(|scope| {
-            let threads: Vec<_> = LocalEngine::all(&launch)
-                .into_iter()
-                .enumerate()
+        let results: Vec<Result<T>> = std::thread::scope(|scope| {
+            let ranks = LocalEngine::all(&launch).into_iter().enumerate();
+            let threads: Vec<_> = ranks
                 .map(|(rank, engine)| {
                     let run = &run;
-                    scope.spawn(move || run(rank, ProcessGroup::new(engine)))
+                    scope.spawn(move || run(rank, engine))
                 })
                 .collect();
-            threads
-                .into_iter()
-                .map(|thread| thread.join().unwrap_or(None))
-                .collect()
+            let join = |(rank, thread): (usize, ScopedJoinHandle<'_, _>)| {
+                let panicked = |panic: Box<dyn Any + Send>| Err(panicked(rank, &*panic));
+                thread.join().unwrap_or_else(panicked)
+            };
+            threads.into_iter().enumerate().map(join).collect()
         });
         launch.end();
-        if let Some(error) = first_error.into_inner() {
-            return Err(error);
+        match launch.failure() {
+            Some(cause) if results.iter().any(Result::is_err) => Err(first_error(cause, &results)),
+            _ => results.into_iter().collect(),
         }
-        let failure = |launch: &Arc<Launch>| {
-            let cause = launch.failure().cloned();
-            cause.unwrap_or_else(|| FsdpError::argument("a rank ended without a value"))
-        };
-        let all: Option<Vec<T>> = values.into_iter().collect();
-        all.ok_or_else(|| failure(&launch))
     }
+}
 
-    /// Burn's CPU operations use the pool of the thread that calls them. With a pool of its own, a
-    /// rank does not fight the others for one.
-    fn in_own_pool<T: Send>(&self, rank: usize, f: impl FnOnce() -> Result<T> + Send) -> Result<T> {
-        let cores = std::thread::available_parallelism().map_or(1, NonZero::get);
-        let share = (cores / self.world_size).max(1);
-        let pool = rayon::ThreadPoolBuilder::new()
-            .num_threads(self.threads_per_rank.unwrap_or(share))
-            .thread_name(move |thread| format!("rank-{rank}.{thread}"))
-            // Burn walks long autodiff graphs by recursion.
-            .stack_size(64 << 20)
-            .build()
-            .map_err(FsdpError::other)?;
-        pool.install(f)
+/// The first failing rank's own error, where the others know it only as text.
+fn first_error<T>(cause: &FsdpError, results: &[Result<T>]) -> FsdpError {
+    let own = match cause {
+        FsdpError::RankFailed { rank, .. } => results.get(*rank).and_then(|r| r.as_ref().err()),
+        _ => None,
+    };
+    match own {
+        None | Some(FsdpError::Other(_)) => cause.clone(),
+        Some(error) => error.clone(),
     }
+}
+
+/// Runs `f` as a rank, in a thread pool of its own. All others are told how it ends: by an error, a
+/// panic, or well.
+pub(super) fn run_rank<T: Send>(
+    group: ProcessGroup,
+    threads: usize,
+    f: impl FnOnce(ProcessGroup) -> Result<T> + Send,
+) -> Result<T> {
+    let (rank, engine) = (group.rank(), group.engine.clone());
+    let run = AssertUnwindSafe(|| in_own_pool(rank, threads, || f(group)));
+    let result = catch_unwind(run).unwrap_or_else(|panic| Err(panicked(rank, &*panic)));
+    if let Err(error) = &result {
+        engine.fail(match error {
+            FsdpError::RankFailed { .. } => error.clone(),
+            error => rank_failed(rank, error.to_string()),
+        });
+    }
+    engine.leave();
+    result
+}
+
+/// Burn's CPU operations use the pool of the thread that calls them. With a pool of its own, a rank
+/// does not fight the others for one.
+fn in_own_pool<T: Send>(
+    rank: usize,
+    threads: usize,
+    f: impl FnOnce() -> Result<T> + Send,
+) -> Result<T> {
+    let pool = rayon::ThreadPoolBuilder::new()
+        .num_threads(threads)
+        .thread_name(move |thread| format!("rank-{rank}.{thread}"))
+        // Burn walks long autodiff graphs by recursion.
+        .stack_size(64 << 20)
+        .build()
+        .map_err(FsdpError::other)?;
+    pool.install(f)
+}
+
+/// The threads of one of these ranks of this host.
+pub(super) fn share_of_cores(ranks: usize) -> usize {
+    let cores = std::thread::available_parallelism().map_or(1, NonZero::get);
+    (cores / ranks.max(1)).max(1)
+}
+
+fn panicked(rank: usize, panic: &(dyn Any + Send)) -> FsdpError {
+    rank_failed(rank, panic_message(panic))
 }
 
 fn rank_failed(rank: usize, cause: String) -> FsdpError {
     FsdpError::RankFailed { rank, cause }
 }
 
-pub(crate) fn panic_message(panic: &(dyn Any + Send)) -> String {
+fn panic_message(panic: &(dyn Any + Send)) -> String {
     if let Some(message) = panic.downcast_ref::<&str>() {
         (*message).to_string()
     } else if let Some(message) = panic.downcast_ref::<String>() {

@@ -1,65 +1,44 @@
-//! The engine for ranks that are threads of one process, on host tensors.
+//! The engine for ranks that are threads of one process.
 //!
-//! Ranks share memory, so nothing is sent. In an all-gather each rank writes its own shard, cast on
-//! the way, straight into the unsharded tensors, which all ranks then read. In a reduction each
-//! rank shows its gradient and then adds up its own part of everyone's, in rank order, so that
-//! results are bit-equal from run to run.
+//! Ranks share memory, so nothing is sent. On the host each rank of an all-gather writes its own
+//! shard, cast on the way, straight into the unsharded tensors, which all ranks then read. In a
+//! reduction each rank shows its gradient and then adds up its own part of everyone's, in rank order,
+//! so that results are bit-equal from run to run. On devices of CubeCL kernels do the same; what is
+//! on another device is copied to the rank's own.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Weak};
 
-use burn::tensor::{Bytes, DType, Tensor};
+use burn::tensor::{Bytes, DType, Device, Tensor};
 
-use super::buffer::{FilledBuffer, SharedBuffer};
-use super::gather::{Buffers, cast_whole, full_bytes, write_shards};
+#[cfg(feature = "cube")]
+use super::cube_reduce;
+use super::gather::{Expected, GatherSpace};
 use super::host::{self, HostTensor, with_float};
 use super::open_gathers::rank_in;
 use super::rendezvous::{Group, Launch, Part, Seat, Ticket};
 use super::{
-    Call, Engine, GatherInput, GatherKey, GatherSource, GatherWork, ReduceInput, Reduction,
+    Call, Engine, GatherInput, GatherKey, GatherSource, GatherWork, Gathered, ReduceInput,
+    take_shard,
 };
-use crate::memory::{MemoryCounter, MemoryGuard};
+use crate::memory::MemoryCounter;
 use crate::placement::ShardLayout;
+use crate::reduction::Reduction;
 use crate::{FsdpError, Result};
-
-/// A tensor of an all-gather under way.
-#[derive(Debug)]
-enum Gathering {
-    /// Whole already, as it is not split.
-    Done(Tensor<1>),
-    /// Being filled: the place of its buffer among the collective's.
-    Filling {
-        buffer: usize,
-        len: usize,
-        dtype: DType,
-        counted: MemoryGuard,
-    },
-}
 
 #[derive(Debug)]
 struct LocalGather {
+    rank: usize,
     ticket: Ticket,
-    buffers: Arc<Buffers>,
-    tensors: Vec<Gathering>,
+    space: Arc<GatherSpace>,
+    expected: Vec<Expected>,
 }
 
 impl GatherWork for LocalGather {
-    fn wait(self: Box<Self>) -> Result<Vec<Tensor<1>>> {
-        self.ticket.wait()?;
-        let finish = |tensor| match tensor {
-            Gathering::Done(tensor) => tensor,
-            Gathering::Filling {
-                buffer,
-                len,
-                dtype,
-                counted,
-            } => {
-                // SAFETY: all ranks have arrived, so all have written their parts.
-                let filled = unsafe { FilledBuffer::new(self.buffers[buffer].clone(), counted) };
-                host::from_bytes(filled.into_bytes(), len, dtype)
-            }
-        };
-        Ok(self.tensors.into_iter().map(finish).collect())
+    fn wait(self: Box<Self>) -> Result<Gathered> {
+        let parts = self.ticket.wait_for_all()?;
+        // SAFETY: all ranks have arrived, so all have contributed.
+        Ok(unsafe { self.space.finish(self.expected, parts, self.rank) })
     }
 }
 
@@ -102,40 +81,22 @@ impl Engine for LocalEngine {
     ) -> Result<Box<dyn GatherWork>> {
         // The buffers of units come back every step, those of other gathers in all sizes.
         let pool = key.map(|_| &self.0.group.pool);
-        let make_buffers = || -> Part {
-            let split = inputs.iter().filter(|input| !input.layout.is_whole());
-            let buffer = |input| Arc::new(SharedBuffer::new(full_bytes(input), pool));
-            Arc::new(split.map(buffer).collect::<Buffers>())
-        };
+        let new_space = || Arc::new(GatherSpace::new(&inputs, pool)) as Part;
         let (ticket, lacks_part) = match key {
-            Some(key) => self.0.enter_gather(call, key, make_buffers)?,
-            None => (self.0.enter(call, make_buffers)?, true),
+            Some(key) => self.0.enter_gather(call, key, new_space)?,
+            None => (self.0.enter(call, new_space)?, true),
         };
-        let buffers = ticket.common::<Buffers>();
+        let space = ticket.common::<GatherSpace>();
         if lacks_part {
-            write_shards(&buffers, &inputs, self.0.rank)?;
+            ticket.arrive(space.contribute(&inputs, self.0.rank)?);
         }
-        let mut tensors = Vec::with_capacity(inputs.len());
-        let mut next_buffer = 0..;
-        for input in inputs {
-            tensors.push(if input.layout.is_whole() {
-                Gathering::Done(cast_whole(input, memory)?)
-            } else {
-                Gathering::Filling {
-                    buffer: next_buffer.next().expect("the range is endless"),
-                    len: input.layout.full_len(),
-                    dtype: input.dtype,
-                    counted: MemoryGuard::new(memory, full_bytes(&input)),
-                }
-            });
-        }
-        if lacks_part {
-            ticket.arrive(Arc::new(()));
-        }
+        let expected = inputs.into_iter().map(|input| Expected::new(input, memory));
+        let expected = expected.collect::<Result<_>>()?;
         Ok(Box::new(LocalGather {
+            rank: self.0.rank,
             ticket,
-            buffers,
-            tensors,
+            space,
+            expected,
         }))
     }
 
@@ -144,25 +105,13 @@ impl Engine for LocalEngine {
         call: Call,
         inputs: Vec<ReduceInput>,
         reduction: Reduction,
+        device: &Device,
     ) -> Result<Vec<Tensor<1>>> {
-        let contribution = |input: &ReduceInput| input.contribution.as_ref().map(host::host);
-        let own = inputs
-            .iter()
-            .map(|input| contribution(input).transpose())
-            .collect::<Result<Vec<_>>>()?;
-        let all: Vec<Arc<Vec<Option<HostTensor>>>> = self.0.rendezvous(call, own)?;
-        let reduced = inputs.iter().enumerate().map(|(i, input)| {
-            let parts: Vec<_> = all.iter().map(|rank| rank[i].as_ref()).collect();
-            with_float!(input.out_dtype, T => {
-                let mut shard = vec![T::default(); input.layout.shard_len()];
-                for span in input.layout.spans(self.0.rank) {
-                    let out = &mut shard[span.shard..span.shard + span.len];
-                    host::reduce(&parts, span.full, out, input.reduce_dtype, &reduction);
-                }
-                host::from_bytes(Bytes::from_elems(shard), input.layout.shard_len(), input.out_dtype)
-            })
-        });
-        Ok(reduced.collect())
+        #[cfg(feature = "cube")]
+        if let Some(device) = super::cube::device_of(device) {
+            return cube_reduce::reduce(&self.0, call, &inputs, &reduction, &device);
+        }
+        self.reduce_on_host(call, &inputs, &reduction)
     }
 
     fn scatter(
@@ -171,14 +120,14 @@ impl Engine for LocalEngine {
         root: usize,
         layout: &ShardLayout,
         source: Option<Tensor<1>>,
+        device: &Device,
     ) -> Result<Tensor<1>> {
-        let source = source.as_ref().map(host::host).transpose()?;
-        let all: Vec<Arc<Option<HostTensor>>> = self.0.rendezvous(call, source)?;
+        let all: Vec<Arc<Option<Tensor<1>>>> = self.0.rendezvous(call, source)?;
         let source = all[root]
             .as_ref()
             .as_ref()
             .expect("the root passes a tensor");
-        Ok(host::shard_of(source, layout, self.0.rank))
+        Ok(take_shard(source, layout, self.0.rank).to_device(device))
     }
 
     fn split(&self, color: usize) -> Result<Arc<dyn Engine>> {
@@ -209,5 +158,37 @@ impl Engine for LocalEngine {
 
     fn failure(&self) -> Option<FsdpError> {
         self.0.group.launch.failure().cloned()
+    }
+
+    fn leave(&self) {
+        self.0.group.launch.rank_returned(self.0.launch_rank());
+    }
+}
+
+impl LocalEngine {
+    fn reduce_on_host(
+        &self,
+        call: Call,
+        inputs: &[ReduceInput],
+        reduction: &Reduction,
+    ) -> Result<Vec<Tensor<1>>> {
+        let contribution = |input: &ReduceInput| input.contribution.as_ref().map(host::host);
+        let own = inputs
+            .iter()
+            .map(|input| contribution(input).transpose())
+            .collect::<Result<Vec<_>>>()?;
+        let all: Vec<Arc<Vec<Option<HostTensor>>>> = self.0.rendezvous(call, own)?;
+        let reduced = inputs.iter().enumerate().map(|(i, input)| {
+            let parts: Vec<_> = all.iter().map(|rank| rank[i].as_ref()).collect();
+            with_float!(input.out_dtype, T => {
+                let mut shard = vec![T::default(); input.layout.shard_len()];
+                for span in input.layout.spans(self.0.rank) {
+                    let out = &mut shard[span.shard..span.shard + span.len];
+                    host::reduce(&parts, span.full, out, input.reduce_dtype, reduction);
+                }
+                host::from_bytes(Bytes::from_elems(shard), input.layout.shard_len(), input.out_dtype)
+            })
+        });
+        Ok(reduced.collect())
     }
 }

@@ -1,7 +1,8 @@
 //! Process groups: how ranks talk, whatever carries the bytes.
 //!
 //! [`ProcessGroup`] is one rank's handle. It knows flat tensors and their geometry, and no module.
-//! An [`Engine`] moves the data; `local` is the one for ranks that are threads of one process.
+//! An [`Engine`] moves the data; `local` is the one for ranks that are threads of one process,
+//! `process` the one for ranks that are processes, over a [`Wire`](wire::Wire) such as `tcp`.
 //!
 //! # Note: no silent hang
 //!
@@ -11,15 +12,28 @@
 //! at once if it waits in one. Every wait has a timeout.
 
 mod buffer;
+mod cause;
+#[cfg(feature = "cube")]
+pub(crate) mod cube;
+#[cfg(feature = "cube")]
+mod cube_gather;
+#[cfg(feature = "cube")]
+mod cube_reduce;
+mod env;
+mod from_env;
 mod gather;
 pub(crate) mod host;
 mod launch;
 mod local;
+mod message;
 #[cfg(feature = "mpi")]
 mod mpi;
 mod open_gathers;
+mod process;
 mod rendezvous;
-#[cfg(feature = "mpi")]
+mod tcp;
+#[cfg(test)]
+mod testing;
 mod wire;
 
 use std::fmt;
@@ -27,78 +41,18 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
 
-use burn::tensor::{DType, Tensor};
+use burn::tensor::{DType, Device, Tensor};
 
+pub use from_env::launch_from_env;
 pub use launch::{LaunchConfig, launch};
 
-use crate::memory::MemoryCounter;
+use crate::memory::{MemoryCounter, MemoryGuard};
 use crate::placement::ShardLayout;
+use crate::reduction::{ReduceOp, Reduction};
 use crate::{FsdpError, GradientAverage, Placement, Result};
 
-/// How values of several ranks become one.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ReduceOp {
-    /// Their sum, added in rank order.
-    Sum,
-    /// Their sum divided by their number.
-    Mean,
-    /// The largest; NaN if any is NaN.
-    Max,
-    /// The smallest; NaN if any is NaN.
-    Min,
-}
-
-/// A [`ReduceOp`] with the divisions around it.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) struct Reduction {
-    pub(crate) op: ReduceOp,
-    pub(crate) pre_divide: f64,
-    pub(crate) post_divide: f64,
-}
-
-impl Reduction {
-    pub(crate) fn plain(op: ReduceOp) -> Self {
-        Self {
-            op,
-            pre_divide: 1.0,
-            post_divide: 1.0,
-        }
-    }
-
-    pub(crate) fn mean(world_size: usize) -> Self {
-        Self {
-            post_divide: world_size as f64,
-            ..Self::plain(ReduceOp::Sum)
-        }
-    }
-
-    /// In f16 the mean divides by a power of two near the root of the size before the sum, and by
-    /// the rest after it, as PyTorch does.
-    pub(crate) fn new(average: GradientAverage, world_size: usize, dtype: DType) -> Self {
-        match average {
-            GradientAverage::Sum => Self::plain(ReduceOp::Sum),
-            GradientAverage::Factor(factor) => Self {
-                post_divide: factor,
-                ..Self::plain(ReduceOp::Sum)
-            },
-            GradientAverage::Mean if dtype == DType::F16 => {
-                let mut pre = 1;
-                while world_size.is_multiple_of(pre) && world_size / pre > pre {
-                    pre *= 2;
-                }
-                Self {
-                    pre_divide: pre as f64,
-                    post_divide: world_size as f64 / pre as f64,
-                    ..Self::plain(ReduceOp::Sum)
-                }
-            }
-            GradientAverage::Mean => Self::mean(world_size),
-        }
-    }
-}
-
 /// What identifies a collective across ranks.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Call {
     pub(crate) op: &'static str,
     pub(crate) subject: Arc<str>,
@@ -186,16 +140,26 @@ pub(crate) trait GatherSource: Send + Sync {
     fn gather_inputs(&self, unit: usize, generation: u64) -> Option<Vec<GatherInput>>;
 }
 
+/// What an all-gather has brought.
+#[derive(Debug)]
+pub(crate) struct Gathered {
+    /// The full tensors, flat, in the order of the inputs.
+    pub(crate) tensors: Vec<Tensor<1>>,
+    /// Counts the bytes of tensors that can't tell when they are dropped.
+    pub(crate) _counted: Vec<MemoryGuard>,
+}
+
 /// An all-gather under way. Dropping it abandons the result, not the other ranks.
 pub(crate) trait GatherWork: fmt::Debug + Send {
-    /// Blocks until all ranks have contributed; the full tensors, flat, in the order of the inputs.
-    fn wait(self: Box<Self>) -> Result<Vec<Tensor<1>>>;
+    /// Blocks until all ranks have contributed.
+    fn wait(self: Box<Self>) -> Result<Gathered>;
 }
 
 /// What moves data between ranks. All ranks must make the same calls in the same order.
 ///
 /// A call that fails leaves the group failed: it, and every later call on any rank, returns the
-/// first cause.
+/// first cause. Results are on the device of the inputs; where this rank has no input, on that of
+/// another, or on [`ProcessGroup::device`].
 pub(crate) trait Engine: fmt::Debug + Send + Sync {
     fn rank(&self) -> usize;
 
@@ -207,7 +171,8 @@ pub(crate) trait Engine: fmt::Debug + Send + Sync {
     /// Remembers where a module has its shards. Its number is the same on all ranks.
     fn register(&self, number: u64, module: Weak<dyn GatherSource>);
 
-    /// Starts gathering. Unsharded bytes are counted on `memory` until the tensors are dropped.
+    /// Starts gathering. Unsharded bytes are counted on `memory` until what was gathered is dropped:
+    /// the tensors themselves on the host, [`Gathered`] on other devices.
     ///
     /// With a key, an engine may match ranks by the key instead of by position, and take the shards
     /// of a rank that has not called from where it registered them. An engine that does lets a rank
@@ -220,22 +185,25 @@ pub(crate) trait Engine: fmt::Debug + Send + Sync {
         memory: &Arc<MemoryCounter>,
     ) -> Result<Box<dyn GatherWork>>;
 
-    /// Reduces each input and leaves this rank's shard of it, flat and padded; the whole of it
-    /// where it is replicated.
+    /// Reduces each input and leaves this rank's shard of it, flat and padded, on `device`; the
+    /// whole of it where it is replicated.
     fn reduce(
         &self,
         call: Call,
         inputs: Vec<ReduceInput>,
         reduction: Reduction,
+        device: &Device,
     ) -> Result<Vec<Tensor<1>>>;
 
-    /// Gives every rank its shard of `root`'s tensor, flat and padded. Only `root` passes one.
+    /// Gives every rank its shard of `root`'s tensor, flat and padded, on `device`. Only `root`
+    /// passes a tensor.
     fn scatter(
         &self,
         call: Call,
         root: usize,
         layout: &ShardLayout,
         source: Option<Tensor<1>>,
+        device: &Device,
     ) -> Result<Tensor<1>>;
 
     /// Splits the group into those of equal `color`, in rank order.
@@ -246,6 +214,9 @@ pub(crate) trait Engine: fmt::Debug + Send + Sync {
 
     /// What the group failed with.
     fn failure(&self) -> Option<FsdpError>;
+
+    /// Says that this rank has returned: those who wait for it fail.
+    fn leave(&self);
 }
 
 /// Numbers of collectives made so far. Control messages and barriers are not counted.
@@ -282,22 +253,31 @@ impl Counters {
 
 /// One rank's handle on a group of ranks. Clones are the same rank.
 ///
-/// Except for [`rank`](Self::rank), [`world_size`](Self::world_size), [`counts`](Self::counts) and
-/// [`abort`](Self::abort), every method is a collective: **all ranks must call it, in the same
+/// Except for [`rank`](Self::rank), [`world_size`](Self::world_size), [`counts`](Self::counts),
+/// [`failure`](Self::failure), [`abort`](Self::abort), [`description`](Self::description) and
+/// [`device`](Self::device), every method is a collective: **all ranks must call it, in the same
 /// order**. If they don't, or one of them fails, all get the same error. Tensors that come back are
 /// outside autodiff.
 #[derive(Clone, Debug)]
 pub struct ProcessGroup {
     engine: Arc<dyn Engine>,
+    description: Arc<str>,
+    device: Device,
     counters: Arc<Counters>,
     /// Modules sharded over this group so far.
     modules: Arc<AtomicU64>,
 }
 
 impl ProcessGroup {
-    pub(crate) fn new(engine: Arc<dyn Engine>) -> Self {
+    pub(crate) fn new(
+        engine: Arc<dyn Engine>,
+        description: impl Into<Arc<str>>,
+        device: Device,
+    ) -> Self {
         Self {
             engine,
+            description: description.into(),
+            device,
             counters: Default::default(),
             modules: Default::default(),
         }
@@ -320,6 +300,16 @@ impl ProcessGroup {
     /// The number of ranks.
     pub fn world_size(&self) -> usize {
         self.engine.world_size()
+    }
+
+    /// Which rank this is, how it reaches the others, and who started it, as a text for logs.
+    pub fn description(&self) -> &str {
+        &self.description
+    }
+
+    /// The device that was chosen for this rank. Tensors of others will do as well.
+    pub fn device(&self) -> Device {
+        self.device.clone()
     }
 
     /// The collectives made through this handle and its clones. Those of a sharded module are
@@ -403,7 +393,7 @@ impl ProcessGroup {
         let work = self
             .engine
             .all_gather(call, None, inputs, &Default::default())?;
-        Ok(work.wait()?.remove(0))
+        Ok(work.wait()?.tensors.remove(0))
     }
 
     /// This rank's `1 / world_size` of the reduced tensor.
@@ -443,6 +433,7 @@ impl ProcessGroup {
     ) -> Result<Tensor<1>> {
         let (len, dtype) = (tensor.dims()[0], tensor.dtype());
         check_dtype(dtype)?;
+        let device = tensor.device();
         let input = ReduceInput {
             layout: ShardLayout::flat(len, placement, self.world_size()),
             contribution: Some(detached(tensor)),
@@ -454,7 +445,9 @@ impl ProcessGroup {
             op => Reduction::plain(op),
         };
         let call = Call::new(name, format!("a tensor ({op:?})")).of(dtype, len);
-        Ok(self.engine.reduce(call, vec![input], reduction)?.remove(0))
+        let inputs = vec![input];
+        let mut reduced = self.engine.reduce(call, inputs, reduction, &device)?;
+        Ok(reduced.remove(0))
     }
 
     /// Rank `root`'s tensor, on every rank. The others pass one of the same length and dtype.
@@ -468,13 +461,17 @@ impl ProcessGroup {
         check_dtype(dtype)?;
         let layout = ShardLayout::flat(len, Placement::Replicate, self.world_size());
         let call = Call::new("broadcast", format!("a tensor from rank {root}")).of(dtype, len);
+        let device = tensor.device();
         let source = (self.rank() == root).then(|| detached(tensor));
-        self.engine.scatter(call, root, &layout, source)
+        self.engine.scatter(call, root, &layout, source, &device)
     }
 
     /// The subgroup of the ranks that pass the same `color`, in rank order.
     pub(crate) fn split(&self, color: usize) -> Result<Self> {
-        Ok(Self::new(self.engine.split(color)?))
+        let engine = self.engine.split(color)?;
+        let (rank, size) = (engine.rank(), engine.world_size());
+        let description = format!("rank {rank} of {size} in a part of {}", self.description);
+        Ok(Self::new(engine, description, self.device()))
     }
 
     /// Checks that `value` is the same on all ranks; the error names `what`.
@@ -525,29 +522,29 @@ fn detached(tensor: Tensor<1>) -> Tensor<1> {
     tensor.without_autodiff()
 }
 
+/// `rank`'s shard of a flat full tensor, padded with zeros.
+pub(crate) fn take_shard(full: &Tensor<1>, layout: &ShardLayout, rank: usize) -> Tensor<1> {
+    if let Ok(full) = host::host(full) {
+        return host::shard_of(&full, layout, rank);
+    }
+    let (device, dtype) = (full.device(), full.dtype());
+    let zeros = |len: usize| Tensor::<1>::zeros([len], (&device, dtype));
+    let mut parts = Vec::new();
+    let mut end = 0;
+    for span in layout.spans(rank) {
+        parts.push(zeros(span.shard - end));
+        parts.push(full.clone().slice([span.full..span.full + span.len]));
+        end = span.shard + span.len;
+    }
+    parts.push(zeros(layout.shard_len() - end));
+    Tensor::cat(parts, 0)
+}
+
 fn check_dtype(dtype: DType) -> Result<()> {
     match dtype {
         DType::F32 | DType::F64 | DType::F16 | DType::BF16 => Ok(()),
         other => Err(FsdpError::argument(format!(
             "collectives carry f32, f64, f16 and bf16, not {other:?}"
         ))),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_mean_in_half_precision_is_divided_before_and_after() {
-        let divisions = |world| {
-            let r = Reduction::new(GradientAverage::Mean, world, DType::F16);
-            (r.pre_divide, r.post_divide)
-        };
-        assert_eq!(divisions(1), (1.0, 1.0));
-        assert_eq!(divisions(4), (2.0, 2.0));
-        assert_eq!(divisions(8), (4.0, 2.0));
-        let (pre, post) = divisions(3);
-        assert_eq!(pre * post, 3.0);
     }
 }

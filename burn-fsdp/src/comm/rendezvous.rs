@@ -25,7 +25,7 @@ use std::time::{Duration, Instant};
 use parking_lot::{Condvar, Mutex};
 
 use super::buffer::BufferPool;
-use super::gather::write_shards;
+use super::gather::GatherSpace;
 use super::open_gathers::{Members, OpenGathers};
 use super::{Call, GatherKey, GatherSource};
 use crate::{FsdpError, Result};
@@ -149,8 +149,9 @@ impl Launch {
         for claim in claims {
             let call = Call::gather(claim.slot.first.1.subject.clone(), &claim.inputs);
             claim.slot.check(rank, &call, self)?;
-            write_shards(&claim.slot.common(), &claim.inputs, claim.rank)?;
-            claim.slot.arrive(claim.rank, Arc::new(()), self);
+            let space = claim.slot.common::<GatherSpace>();
+            let part = space.contribute(&claim.inputs, claim.rank)?;
+            claim.slot.arrive(claim.rank, part, self);
         }
         Ok(served)
     }
@@ -371,7 +372,7 @@ impl Ticket {
     }
 
     /// Blocks until all ranks have arrived.
-    pub(super) fn wait(&self) -> Result<()> {
+    fn wait(&self) -> Result<()> {
         let launch = &self.group.launch;
         for look in 0..SPINS + YIELDS {
             if self.slot.is_complete() {
@@ -444,11 +445,16 @@ impl Ticket {
         }
     }
 
-    fn wait_for_parts<T: Send + Sync + 'static>(&self) -> Result<Vec<Arc<T>>> {
+    /// Blocks until all ranks have arrived; what they have shown, in rank order.
+    pub(super) fn wait_for_all(&self) -> Result<Vec<Part>> {
         self.wait()?;
         let parts = self.slot.parts.lock();
-        let part = |part: &Option<Part>| downcast(part.clone().expect("all ranks have arrived"));
+        let part = |part: &Option<Part>| part.clone().expect("all ranks have arrived");
         Ok(parts.iter().map(part).collect())
+    }
+
+    fn wait_for_parts<T: Send + Sync + 'static>(&self) -> Result<Vec<Arc<T>>> {
+        Ok(self.wait_for_all()?.into_iter().map(downcast).collect())
     }
 
     fn missing(&self) -> Vec<usize> {

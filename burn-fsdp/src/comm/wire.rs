@@ -5,6 +5,7 @@
 
 use std::fmt::Debug;
 use std::sync::Arc;
+use std::time::Duration;
 
 use bytes::Bytes;
 
@@ -36,11 +37,14 @@ pub(crate) trait Wire: Debug + Send + Sync {
     /// Ranks of the group.
     fn world_size(&self) -> usize;
 
+    /// How long a rank waits for the others before it gives up.
+    fn timeout(&self) -> Duration;
+
     /// Starts the next exchange. Never waits for another rank.
     fn start(&self, call: Call, outgoing: Outgoing) -> Result<Box<dyn Exchange>>;
 
-    /// The wire between these ranks, ascending and this one among them. Only they must call this,
-    /// all in the same order.
+    /// The wire between these ranks of the group, ascending and this one among them. Only they must
+    /// call this, all in the same order.
     fn subset(&self, ranks: &[usize]) -> Result<Arc<dyn Wire>>;
 
     /// Makes the job fail with `cause`, unless it has already.
@@ -48,12 +52,22 @@ pub(crate) trait Wire: Debug + Send + Sync {
 
     /// What the job failed with.
     fn failure(&self) -> Option<FsdpError>;
+
+    /// Tells all others of the job that this rank has returned, and waits until that, and all it
+    /// has sent before, is on its way. Those who wait for it fail with
+    /// [`FsdpError::RankReturned`], and so does what it starts afterwards. Dropping a rank's last
+    /// wire does the same.
+    fn leave(&self);
 }
 
 /// An exchange under way. Dropping it abandons the result, not the other ranks.
 pub(crate) trait Exchange: Debug + Send {
-    /// Whether every rank's message is here. Never waits.
+    /// Whether every rank's message is here. Never waits, and knows no timeout.
     fn poll(&mut self) -> Result<bool>;
+
+    /// What a rank that gives up now fails with: [`FsdpError::Timeout`], which names the ranks whose
+    /// message is not here. For those who poll.
+    fn overdue(&self) -> FsdpError;
 
     /// Blocks until every rank's message is here; the messages, in rank order. Fails after the
     /// group's timeout with [`FsdpError::Timeout`].

@@ -1,0 +1,84 @@
+//! Narrowing of values to another dtype.
+
+use cubecl::prelude::*;
+
+/// What becomes of a value that bf16 does not hold. All other dtypes round to nearest, always.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Rounding {
+    /// To the nearest, ties to even.
+    Nearest,
+    /// Up or down by chance, so that the mean of many is the value itself: what updates smaller than
+    /// half a step of bf16 need in order not to be lost.
+    ///
+    /// The choice depends on the seed and on the place in the slot alone. Values that bf16 holds,
+    /// infinities and NaN stay as they are; above the largest finite one the upper is infinity.
+    Stochastic {
+        /// Another for each step.
+        seed: u64,
+    },
+}
+
+impl Rounding {
+    /// A key for [`random_bits`]; similar seeds have different ones.
+    pub(super) fn key(self) -> [u32; 2] {
+        let Self::Stochastic { seed } = self else {
+            return [0, 0];
+        };
+        // The finalizer of splitmix64.
+        let mut key = seed.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        key = (key ^ (key >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        key = (key ^ (key >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        key ^= key >> 31;
+        [key as u32, (key >> 32) as u32]
+    }
+}
+
+/// A key of random bits.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+pub(super) struct Key {
+    low: u32,
+    high: u32,
+}
+
+impl From<Rounding> for KeyLaunch {
+    fn from(rounding: Rounding) -> Self {
+        let [low, high] = rounding.key();
+        Self::new(low, high)
+    }
+}
+
+/// Rounds the f32 values of vector `index` to bf16 by chance. `O` is bf16.
+#[cube]
+pub(super) fn round_by_chance<O: Float, N: Size>(
+    value: Vector<f32, N>,
+    index: usize,
+    key: &Key,
+) -> Vector<O, N> {
+    let bits = Vector::<u32, N>::reinterpret(value);
+    let noise = random_bits::<N>(index, key) & Vector::new(0xffffu32);
+    let rounded = (bits + noise) & Vector::new(0xffff_0000u32);
+    let exponent = Vector::new(0x7f80_0000u32);
+    let is_finite = (bits & exponent).not_equal(&exponent);
+    let rounded = select_many(is_finite, rounded, bits);
+    Vector::cast_from(Vector::<f32, N>::reinterpret(rounded))
+}
+
+/// 32 random bits for each element of vector `index`: a hash of the key and of the element's place,
+/// two rounds of murmur's finalizer. Repeats after 2^32 elements.
+#[cube]
+fn random_bits<N: Size>(index: usize, key: &Key) -> Vector<u32, N> {
+    let mut place = Vector::<u32, N>::empty();
+    let first = u32::cast_from(index * N::value());
+    #[unroll]
+    for lane in 0..N::value() {
+        place.insert(lane, first + lane as u32);
+    }
+    mix(mix(place ^ Vector::new(key.low)) ^ Vector::new(key.high))
+}
+
+#[cube]
+fn mix<N: Size>(bits: Vector<u32, N>) -> Vector<u32, N> {
+    let bits = (bits ^ (bits >> Vector::new(16u32))) * Vector::new(0x85eb_ca6bu32);
+    let bits = (bits ^ (bits >> Vector::new(13u32))) * Vector::new(0xc2b2_ae35u32);
+    bits ^ (bits >> Vector::new(16u32))
+}
