@@ -1,28 +1,31 @@
 //! The handles of a process on its MPI thread.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender, TryRecvError};
 use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use super::progress::{Job, PARTING, Progress};
+use parking_lot::Mutex;
+
+use super::progress::{Delay, Job, PARTING, Progress};
 use crate::{FsdpError, Result};
 
-/// How long a handle leaves it to the thread to say what the job has failed with. The thread may
-/// be stuck in a call of MPI.
-const PATIENCE: Duration = PARTING;
+/// How long a handle waits for an answer of the thread, which may be stuck in a call of MPI.
+const PATIENCE: Duration = Duration::from_secs(2);
 
-/// A process's connection to its MPI thread, which it ends when it is dropped.
+/// A process's connection to its MPI thread. Dropping it leaves the job.
 #[derive(Debug)]
 pub(super) struct Link {
+    /// This rank's number in the job.
     pub(super) rank: usize,
     pub(super) world_size: usize,
     pub(super) timeout: Duration,
     jobs: Sender<Job>,
     next_id: AtomicU64,
     failure: Arc<OnceLock<FsdpError>>,
-    thread: Option<JoinHandle<()>>,
+    left: AtomicBool,
+    thread: Mutex<Option<JoinHandle<()>>>,
 }
 
 impl Link {
@@ -52,7 +55,8 @@ impl Link {
             jobs,
             next_id: AtomicU64::new(0),
             failure,
-            thread: Some(thread),
+            left: AtomicBool::new(false),
+            thread: Mutex::new(Some(thread)),
         }))
     }
 
@@ -64,6 +68,12 @@ impl Link {
     ) -> Result<Ticket<T>> {
         if let Some(cause) = self.failure() {
             return Err(cause);
+        }
+        if self.left.load(Ordering::Acquire) {
+            return Err(FsdpError::argument(format!(
+                "rank {} has returned, and its process group ended",
+                self.rank
+            )));
         }
         let id = self.next_id.fetch_add(1, Ordering::Relaxed);
         let (done, result) = mpsc::channel();
@@ -96,11 +106,6 @@ impl Link {
         self.failure.get_or_init(|| cause).clone()
     }
 
-    /// Tells the others that this rank has returned. The drop of the link waits for them.
-    pub(super) fn leave(&self) {
-        self.send(Job::Close);
-    }
-
     /// Why the thread has dropped a result: the job has failed, or is about to, or the thread is
     /// gone.
     fn dropped(&self) -> FsdpError {
@@ -109,22 +114,15 @@ impl Link {
             cause: "its MPI thread has ended".into(),
         })
     }
-}
 
-impl Drop for Link {
-    fn drop(&mut self) {
-        if std::thread::panicking() {
-            self.fail(FsdpError::RankFailed {
-                rank: self.rank,
-                cause: "it panicked".into(),
-            });
-        }
-        self.leave();
-        let Some(thread) = self.thread.take() else {
+    /// Tells all others that this rank takes part no longer. Waits for them to leave too, however
+    /// long they work; but after a failure not for long, and not for a thread that is stuck.
+    pub(super) fn leave(&self) {
+        let Some(thread) = self.thread.lock().take() else {
             return;
         };
-        // Without a failure it waits for the other ranks, however long they work. After one, not
-        // for a thread that is stuck.
+        self.left.store(true, Ordering::Release);
+        self.send(Job::Leave);
         let mut failed_at = None;
         while !thread.is_finished() {
             std::thread::sleep(Duration::from_millis(1));
@@ -137,6 +135,18 @@ impl Drop for Link {
         if thread.join().is_err() {
             log::error!("rank {}: the MPI thread panicked", self.rank);
         }
+    }
+}
+
+impl Drop for Link {
+    fn drop(&mut self) {
+        if std::thread::panicking() && !self.left.load(Ordering::Acquire) {
+            self.fail(FsdpError::RankFailed {
+                rank: self.rank,
+                cause: "it panicked".into(),
+            });
+        }
+        self.leave();
     }
 }
 
@@ -161,31 +171,33 @@ impl<T> Ticket<T> {
 
     /// Blocks until the result is here, at most for the timeout.
     pub(super) fn wait(self) -> Result<T> {
-        let link = &self.link;
-        let after = link.timeout;
-        match self.result.recv_timeout(after) {
+        match self.result.recv_timeout(self.link.timeout) {
             Ok(result) => return Ok(result),
-            Err(RecvTimeoutError::Disconnected) => return Err(link.dropped()),
+            Err(RecvTimeoutError::Disconnected) => return Err(self.link.dropped()),
             Err(RecvTimeoutError::Timeout) => {}
         }
-        // The thread knows who is missing.
-        let id = self.id;
-        link.send(Job::TimedOut { id, after });
-        match self.result.recv_timeout(PATIENCE) {
-            Ok(result) => Ok(result),
-            Err(RecvTimeoutError::Disconnected) => Err(link.dropped()),
-            Err(RecvTimeoutError::Timeout) => Err(link.fail(self.overdue())),
-        }
+        let overdue = self.overdue();
+        // It may have come in the meantime.
+        self.poll()?.ok_or_else(|| self.link.fail(overdue))
     }
 
-    /// The timeout of this job, by one that doesn't know who is missing.
+    /// That the result is not here in time, and why, if the thread says.
     pub(super) fn overdue(&self) -> FsdpError {
+        let (answer, explained) = mpsc::channel();
+        self.link.send(Job::Explain {
+            id: self.id,
+            answer,
+        });
+        let Delay {
+            missing,
+            last_calls,
+        } = explained.recv_timeout(PATIENCE).unwrap_or_default();
         FsdpError::Timeout {
             rank: self.link.rank,
             call: self.call.clone(),
             after: self.link.timeout,
-            missing: Vec::new(),
-            last_calls: Vec::new(),
+            missing,
+            last_calls,
         }
     }
 }
@@ -205,7 +217,8 @@ mod tests {
             jobs,
             next_id: AtomicU64::new(0),
             failure: Default::default(),
-            thread: None,
+            left: AtomicBool::new(false),
+            thread: Mutex::new(None),
         };
         (Arc::new(link), taken)
     }

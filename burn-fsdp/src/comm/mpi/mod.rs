@@ -39,14 +39,13 @@
 //! tells all, so that all return the same cause even if several find one at once. If it does not
 //! answer in a second, the rank tells all by itself.
 //!
-//! `mpirun` kills all ranks as soon as one exits after a failure. So the drop of a rank's last
-//! handle then waits until the others have dropped theirs, at most two seconds. MPI is not
-//! finalised: it would wait for operations that never end. `mpirun` reports that and returns an
-//! error, as it should.
+//! `mpirun` kills all ranks as soon as one exits after a failure. So a rank that leaves then waits
+//! until the others do, at most two seconds. MPI is not finalised: it would wait for operations that
+//! never end. `mpirun` reports that and returns an error, as it should.
 //!
-//! Without a failure the drop of the last handle waits for the other ranks, as `MPI_Finalize` does.
-//! A rank that exits without it, or is killed, ends the job: that is MPI's way, and the others
-//! return nothing.
+//! Without a failure a rank that leaves waits for the others, as `MPI_Finalize` does. A rank that
+//! exits before it has left, or is killed, ends the job: that is MPI's way, and the others return
+//! nothing.
 
 mod link;
 mod message;
@@ -107,15 +106,14 @@ impl Wire for MpiWire {
         self.ranks.len()
     }
 
+    fn timeout(&self) -> Duration {
+        self.link.timeout
+    }
+
     fn start(&self, call: Call, outgoing: Outgoing) -> Result<Box<dyn Exchange>> {
-        if let Outgoing::ToEach(messages) = &outgoing
-            && messages.len() != self.world_size()
-        {
-            return Err(FsdpError::argument(format!(
-                "{} messages to the ranks of a group of {}",
-                messages.len(),
-                self.world_size()
-            )));
+        if let Outgoing::ToEach(messages) = &outgoing {
+            let ranks = self.world_size();
+            assert_eq!(messages.len(), ranks, "there is one message for each rank");
         }
         let group = self.group;
         let job = |id, done| Job::Exchange {
@@ -162,20 +160,17 @@ impl Wire for MpiWire {
         }))
     }
 
-    fn timeout(&self) -> Duration {
-        self.link.timeout
-    }
-
     fn fail(&self, cause: FsdpError) {
         self.link.fail(cause);
     }
 
-    fn leave(&self) {
-        self.link.leave();
-    }
-
     fn failure(&self) -> Option<FsdpError> {
         self.link.failure()
+    }
+
+    /// Waits for the others to leave too, as MPI ends on all ranks at once.
+    fn leave(&self) {
+        self.link.leave();
     }
 }
 

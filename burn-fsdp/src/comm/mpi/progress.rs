@@ -15,7 +15,7 @@ use bytes::Bytes;
 
 use super::message::Message;
 use super::raw::{Communicator, MpiError, Request, Universe};
-use super::rounds::{Header, Rounds, Started};
+use super::rounds::{Header, Round, Rounds, Started};
 use crate::FsdpError;
 use crate::comm::Call;
 use crate::comm::wire::Outgoing;
@@ -36,10 +36,11 @@ pub(super) const PARTING: Duration = Duration::from_secs(2);
 /// Turns without an event: first without a pause, then such that let other threads run.
 const SPINS: u32 = 32;
 const YIELDS: u32 = 64;
-/// The pause between turns after that, while something is under way: at first, and at most.
+/// The pause between turns after that: while bytes move, and, growing from it, while this rank waits
+/// for others.
 const FIRST_NAP: Duration = Duration::from_micros(20);
 const LONGEST_NAP: Duration = Duration::from_micros(500);
-/// The pause while nothing is. Messages of other ranks wait as long.
+/// The pause while this rank has nothing under way. Messages of other ranks wait as long.
 const IDLE: Duration = Duration::from_millis(10);
 
 /// What a handle wants done. Results go to `done`, which is dropped if the job has failed.
@@ -60,15 +61,22 @@ pub(super) enum Job {
         ranks: Vec<usize>,
         done: Sender<u64>,
     },
-    /// The one with this `id` has been waited for too long.
-    TimedOut { id: u64, after: Duration },
+    /// Say what the one with this `id` waits for.
+    Explain { id: u64, answer: Sender<Delay> },
     /// Fail, and drop `settled` when that has happened.
     Fail {
         cause: FsdpError,
         settled: Sender<()>,
     },
-    /// This rank has returned, or no handle is left.
-    Close,
+    /// This rank takes part no longer.
+    Leave,
+}
+
+/// Why something is not done.
+#[derive(Debug, Default)]
+pub(super) struct Delay {
+    pub(super) missing: Vec<usize>,
+    pub(super) last_calls: Vec<String>,
 }
 
 /// What becomes of a complete header round.
@@ -86,7 +94,6 @@ enum Work {
 #[derive(Debug)]
 struct Flying {
     id: u64,
-    call: String,
     request: Request,
     done: Sender<Vec<Bytes>>,
 }
@@ -108,14 +115,23 @@ impl Group {
         }
     }
 
-    /// What `id` is and the ranks it waits for, if it is under way. All others, once it is a
-    /// collective: whose bytes are late, MPI does not tell.
-    fn waits_for(&self, id: u64) -> Option<(&str, Vec<usize>)> {
-        self.rounds.missing(id).or_else(|| {
-            let flying = self.flying.iter().find(|flying| flying.id == id)?;
-            Some((&*flying.call, self.rounds.others().collect()))
-        })
+    /// The ranks that `id` waits for, if it is under way. All others, once it is a collective: whose
+    /// bytes are late, MPI does not tell.
+    fn missing(&self, id: u64) -> Option<Vec<usize>> {
+        let is_flying = self.flying.iter().any(|flying| flying.id == id);
+        let others = || is_flying.then(|| self.rounds.others().collect());
+        self.rounds.missing(id).or_else(others)
     }
+}
+
+/// What a turn may find.
+#[derive(Debug)]
+enum Activity {
+    None,
+    /// This rank waits for headers of others, who may compute for long.
+    Waiting,
+    /// Bytes are on their way, but only move when MPI is called.
+    Moving,
 }
 
 /// The state of the thread. Ranks are by their number in the job.
@@ -132,7 +148,7 @@ pub(super) struct Progress {
     twins: HashMap<(u64, Vec<usize>), u64>,
     sends: Vec<Request>,
     last_calls: Vec<String>,
-    ended: Vec<bool>,
+    left: Vec<bool>,
     /// The failure told to the judge, and when.
     accused: Option<(FsdpError, Instant)>,
     settled: Vec<Sender<()>>,
@@ -160,7 +176,7 @@ impl Progress {
             twins: HashMap::new(),
             sends: Vec::new(),
             last_calls: vec!["nothing".into(); size],
-            ended: vec![false; size],
+            left: vec![false; size],
             accused: None,
             settled: Vec::new(),
             parting: None,
@@ -217,23 +233,34 @@ impl Progress {
     /// The next job. Pauses for one, the longer the less happens.
     fn next_job(&self) -> Option<Job> {
         let quiet = self.quiet_turns;
-        let pause = if !self.is_busy() {
-            IDLE
-        } else if quiet < SPINS + YIELDS {
-            if quiet >= SPINS {
+        let pause = match self.activity() {
+            Activity::None => IDLE,
+            _ if quiet < SPINS => Duration::ZERO,
+            _ if quiet < SPINS + YIELDS => {
                 std::thread::yield_now();
+                Duration::ZERO
             }
-            return self.jobs.try_recv().ok();
-        } else {
-            let doublings = ((quiet - SPINS - YIELDS) / 16).min(16);
-            LONGEST_NAP.min(FIRST_NAP * (1 << doublings))
+            Activity::Moving => FIRST_NAP,
+            Activity::Waiting => {
+                let doublings = (quiet - SPINS - YIELDS) / 16;
+                LONGEST_NAP.min(FIRST_NAP * (1 << doublings.min(16)))
+            }
         };
-        self.jobs.recv_timeout(pause).ok()
+        match pause.is_zero() {
+            true => self.jobs.try_recv().ok(),
+            false => self.jobs.recv_timeout(pause).ok(),
+        }
     }
 
-    fn is_busy(&self) -> bool {
-        let waits = |group: &Group| !group.rounds.is_empty() || !group.flying.is_empty();
-        !self.sends.is_empty() || self.groups.values().any(waits)
+    fn activity(&self) -> Activity {
+        let mut groups = self.groups.values();
+        if !self.sends.is_empty() || groups.clone().any(|group| !group.flying.is_empty()) {
+            Activity::Moving
+        } else if groups.any(|group| !group.rounds.is_empty()) {
+            Activity::Waiting
+        } else {
+            Activity::None
+        }
     }
 
     fn accept(&mut self, job: Job) -> Result<()> {
@@ -254,18 +281,25 @@ impl Progress {
                 ranks,
                 done,
             } => self.start_subset(parent, id, &call, ranks, done),
-            Job::TimedOut { id, after } => self.time_out(id, after),
+            Job::Explain { id, answer } => {
+                let missing = self.groups.values().find_map(|group| group.missing(id));
+                // Nobody wants to know if that fails.
+                _ = answer.send(Delay {
+                    missing: missing.unwrap_or_default(),
+                    last_calls: self.last_calls.clone(),
+                });
+                Ok(())
+            }
             Job::Fail { cause, settled } => {
                 if !failed {
                     self.settled.push(settled);
                 }
                 self.accuse(cause)
             }
-            Job::Close if self.ended[self.world.rank()] => Ok(()),
-            Job::Close => {
+            Job::Leave => {
                 self.parting = Some(Instant::now());
-                self.ended[self.world.rank()] = true;
-                self.tell_all(&Message::Ended.encode(self.rank()))
+                self.left[self.world.rank()] = true;
+                self.tell_all(&Message::Left.encode(self.rank()))
             }
         }
     }
@@ -278,14 +312,13 @@ impl Progress {
         outgoing: Outgoing,
         done: Sender<Vec<Bytes>>,
     ) -> Result<()> {
-        let (kind, lens): (_, Vec<usize>) = match &outgoing {
+        let lens: Vec<usize> = match &outgoing {
             Outgoing::ToAll(message) => {
-                let ranks = self.group(group).rounds.ranks.len();
-                ("to all", vec![message.len(); ranks])
+                vec![message.len(); self.group(group).rounds.ranks.len()]
             }
-            Outgoing::ToEach(messages) => ("to each", messages.iter().map(Bytes::len).collect()),
+            Outgoing::ToEach(messages) => messages.iter().map(Bytes::len).collect(),
         };
-        let header = Header::new(call, kind);
+        let header = Header::new(call, matches!(outgoing, Outgoing::ToEach(_)));
         self.start(group, id, header, &lens, Work::Exchange { outgoing, done })
     }
 
@@ -307,7 +340,7 @@ impl Progress {
         let lens = vec![0; ranks.len()];
         self.group(number).rounds.ranks = ranks;
         let done = Some(done);
-        let header = Header::new(call, "subset");
+        let header = Header::new(call, false);
         self.start(number, id, header, &lens, Work::Subset { done })
     }
 
@@ -341,20 +374,6 @@ impl Progress {
         Ok(())
     }
 
-    fn time_out(&mut self, id: u64, after: Duration) -> Result<()> {
-        let mut groups = self.groups.values();
-        let Some((call, missing)) = groups.find_map(|group| group.waits_for(id)) else {
-            return Ok(());
-        };
-        self.accuse(FsdpError::Timeout {
-            rank: self.rank(),
-            call: call.to_string(),
-            after,
-            missing,
-            last_calls: self.last_calls.clone(),
-        })
-    }
-
     // ---- messages
 
     fn tell(&mut self, to: usize, message: Bytes) -> Result<()> {
@@ -382,8 +401,8 @@ impl Progress {
                 self.settle(cause);
                 Ok(())
             }
-            Some(Message::Ended) => {
-                self.ended[from] = true;
+            Some(Message::Left) => {
+                self.left[from] = true;
                 Ok(())
             }
             None => self.accuse(FsdpError::RankFailed {
@@ -411,7 +430,7 @@ impl Progress {
         for (&number, group) in &mut self.groups {
             loop {
                 match group.rounds.next() {
-                    Ok(Some((started, lens))) => post(&self.world, number, group, started, lens)?,
+                    Ok(Some(round)) => post(&self.world, number, group, round)?,
                     Ok(None) => break,
                     Err(error) => {
                         mismatch.get_or_insert(error);
@@ -506,7 +525,7 @@ impl Progress {
 
     /// Fails if this rank waits for one that has ended.
     fn look_for_the_lost(&mut self) -> Result<()> {
-        let gone: Vec<usize> = (0..self.ended.len()).filter(|&r| self.ended[r]).collect();
+        let gone: Vec<usize> = (0..self.left.len()).filter(|&r| self.left[r]).collect();
         if gone.is_empty() || self.parting.is_some() || self.failure.get().is_some() {
             return Ok(());
         }
@@ -530,10 +549,10 @@ impl Progress {
         let Some(parting) = self.parting else {
             return false;
         };
-        let all_ended = self.ended.iter().all(|&ended| ended) && self.sends.is_empty();
+        let all_left = self.left.iter().all(|&left| left) && self.sends.is_empty();
         match self.failure.get() {
-            None => all_ended && self.groups.values().all(|group| group.flying.is_empty()),
-            Some(_) => all_ended || parting.elapsed() >= PARTING,
+            None => all_left && self.groups.values().all(|group| group.flying.is_empty()),
+            Some(_) => all_left || parting.elapsed() >= PARTING,
         }
     }
 
@@ -551,14 +570,8 @@ impl Progress {
 }
 
 /// Does what all ranks of a group have started.
-fn post(
-    world: &Communicator,
-    number: u64,
-    group: &mut Group,
-    started: Started<Work>,
-    lens: Vec<usize>,
-) -> Result<()> {
-    let (outgoing, done) = match started.work {
+fn post(world: &Communicator, number: u64, group: &mut Group, round: Round<Work>) -> Result<()> {
+    let (outgoing, done) = match round.started.work {
         Work::Exchange { outgoing, done } => (outgoing, done),
         Work::Subset { done } => {
             group.payload = Some(world.subset(&group.rounds.ranks)?);
@@ -569,12 +582,14 @@ fn post(
     };
     let payload = group.payload.as_ref().expect("made by the first round");
     let request = match outgoing {
-        Outgoing::ToAll(message) => payload.all_gather(message, lens)?,
-        Outgoing::ToEach(messages) => payload.all_to_all(messages, lens)?,
+        Outgoing::ToAll(message) if round.to_each => {
+            payload.all_to_all(vec![message; payload.size()], round.lens)?
+        }
+        Outgoing::ToAll(message) => payload.all_gather(message, round.lens)?,
+        Outgoing::ToEach(messages) => payload.all_to_all(messages, round.lens)?,
     };
     group.flying.push(Flying {
-        id: started.id,
-        call: started.header.call,
+        id: round.started.id,
         request,
         done,
     });

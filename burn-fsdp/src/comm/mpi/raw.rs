@@ -9,11 +9,14 @@
 use std::ffi::{c_int, c_void};
 use std::marker::PhantomData;
 use std::mem::{self, MaybeUninit};
+use std::ops::Range;
 use std::ptr;
 use std::rc::Rc;
 
 use ::mpi::ffi;
 use bytes::Bytes;
+
+use crate::comm::buffer::SharedBuffer;
 
 /// Of all messages between two ranks. There is one kind, in one order.
 const TAG: c_int = 1;
@@ -21,6 +24,10 @@ const TAG: c_int = 1;
 /// MPI counts with an `int`. Longer messages are described as several blocks of this length; in
 /// tests a shorter one, so that they have such messages.
 const BLOCK: usize = if cfg!(test) { 16 << 20 } else { 1 << 30 };
+
+/// Messages that come in one buffer begin at multiples of this, as those do that come in their own:
+/// numbers in them can be read where they are.
+const ALIGN: usize = align_of::<u128>();
 
 /// A call of MPI that failed, or cannot be made.
 #[derive(Debug, thiserror::Error)]
@@ -57,6 +64,10 @@ fn int(call: &'static str, n: usize) -> Result<c_int> {
         Ok(n) => Ok(n),
         Err(_) => error(call, format!("{n} is more than MPI counts")),
     }
+}
+
+fn ints(call: &'static str, numbers: impl Iterator<Item = usize>) -> Result<Vec<c_int>> {
+    numbers.map(|n| int(call, n)).collect()
 }
 
 /// Where a buffer of this length starts. An empty one has any address, and MPI gives some a meaning
@@ -181,7 +192,7 @@ impl Communicator {
     /// The communicator of some ranks, in this order. Waits for all of them, but for no others.
     pub(super) fn subset(&self, ranks: &[usize]) -> Result<Self> {
         let call = "MPI_Comm_create_group";
-        let ranks: Vec<c_int> = ranks.iter().map(|&r| int(call, r)).collect::<Result<_>>()?;
+        let ranks = ints(call, ranks.iter().copied())?;
         let len = int(call, ranks.len())?;
         let mut all = MaybeUninit::uninit();
         let mut some = MaybeUninit::uninit();
@@ -212,11 +223,13 @@ impl Communicator {
             outgoing: vec![message],
             ..Held::new(&self.universe)
         };
-        let message = &held.outgoing[0];
-        let buffer = start_of(message.as_ptr().cast_mut(), message.len());
-        Request::start("MPI_Isend", held, |_, request| {
+        Request::start(held, |held, request| {
+            let message = &held.outgoing[0];
+            let buffer = start_of(message.as_ptr().cast_mut(), message.len());
             // SAFETY: the request holds the message.
-            unsafe { ffi::MPI_Isend(buffer, len, byte(), to, TAG, self.raw, request) }
+            check("MPI_Isend", unsafe {
+                ffi::MPI_Isend(buffer, len, byte(), to, TAG, self.raw, request)
+            })
         })
     }
 
@@ -254,31 +267,35 @@ impl Communicator {
     /// ranks must, and know the same lengths.
     pub(super) fn all_gather(&self, message: Bytes, lens: Vec<usize>) -> Result<Request> {
         assert_eq!(lens.len(), self.size);
-        let total = lens.iter().sum();
+        let mut places: Vec<Range<usize>> = Vec::with_capacity(self.size);
+        for len in lens {
+            let start = places
+                .last()
+                .map_or(0, |last| last.end.next_multiple_of(ALIGN));
+            places.push(start..start + len);
+        }
+        let total = places.last().map_or(0, |last| last.end);
         if total > BLOCK {
+            let lens = places.iter().map(Range::len).collect();
             return self.all_to_all(vec![message; self.size], lens);
         }
         let call = "MPI_Iallgatherv";
-        let counts: Vec<c_int> = lens.iter().map(|&l| int(call, l)).collect::<Result<_>>()?;
-        let offsets = counts.iter().scan(0, |end, count| {
-            *end += count;
-            Some(*end - count)
-        });
         let held = Held {
             outgoing: vec![message],
-            incoming: Incoming::Joined(vec![0; total], lens),
-            displacements: offsets.collect(),
-            counts,
+            counts: ints(call, places.iter().map(Range::len))?,
+            displacements: ints(call, places.iter().map(|place| place.start))?,
+            incoming: Incoming::Joined(SharedBuffer::new(total, None), places),
             ..Held::new(&self.universe)
         };
-        Request::start(call, held, |held, request| {
+        Request::start(held, |held, request| {
             let message = &held.outgoing[0];
             let Incoming::Joined(incoming, _) = &mut held.incoming else {
                 unreachable!("it was made above");
             };
+            let incoming = incoming.as_mut_slice();
             // SAFETY: the request holds all of them. The counts are the lengths of the messages,
             // and fit into what comes in.
-            unsafe {
+            check(call, unsafe {
                 ffi::MPI_Iallgatherv(
                     start_of(message.as_ptr().cast_mut(), message.len()),
                     message.len() as c_int,
@@ -290,7 +307,7 @@ impl Communicator {
                     self.raw,
                     request,
                 )
-            }
+            })
         })
     }
 
@@ -300,31 +317,32 @@ impl Communicator {
     pub(super) fn all_to_all(&self, messages: Vec<Bytes>, lens: Vec<usize>) -> Result<Request> {
         assert_eq!((messages.len(), lens.len()), (self.size, self.size));
         let own = (self.rank, messages[self.rank].clone());
-        let mut incoming: Vec<Vec<u8>> = lens.into_iter().map(|len| vec![0; len]).collect();
-        incoming[self.rank] = Vec::new();
-        let sent = messages.iter().enumerate().map(|(rank, message)| {
-            let len = if rank == self.rank { 0 } else { message.len() };
-            (message.as_ptr(), len)
-        });
-        let sent = Blocks::new(sent)?;
-        let received = incoming
-            .iter_mut()
-            .map(|m| (m.as_mut_ptr().cast_const(), m.len()));
-        let received = Blocks::new(received)?;
+        let buffer = |(rank, len)| SharedBuffer::new(if rank == self.rank { 0 } else { len }, None);
         let held = Held {
             outgoing: messages,
-            incoming: Incoming::Apart(incoming, own),
+            incoming: Incoming::Apart(lens.into_iter().enumerate().map(buffer).collect(), own),
             displacements: vec![0; self.size],
-            blocks: Some((sent, received)),
             ..Held::new(&self.universe)
         };
-        Request::start("MPI_Ialltoallw", held, |held, request| {
-            let (sent, received) = held.blocks.as_ref().expect("they were made above");
+        Request::start(held, |held, request| {
+            let Incoming::Apart(incoming, _) = &mut held.incoming else {
+                unreachable!("it was made above");
+            };
+            let sent = held.outgoing.iter().enumerate().map(|(rank, message)| {
+                let len = if rank == self.rank { 0 } else { message.len() };
+                (message.as_ptr().cast_mut(), len)
+            });
+            let received = incoming.iter_mut().map(|buffer| {
+                let bytes = buffer.as_mut_slice();
+                (bytes.as_mut_ptr(), bytes.len())
+            });
+            let blocks = (Blocks::new(sent)?, Blocks::new(received)?);
+            let (sent, received) = held.blocks.insert(blocks);
             let displacements = held.displacements.as_ptr();
             // MPI_BOTTOM, from which the blocks count, is address zero.
             let bottom: *mut c_void = ptr::null_mut();
             // SAFETY: the request holds all of them, and the blocks are those of its messages.
-            unsafe {
+            check("MPI_Ialltoallw", unsafe {
                 ffi::MPI_Ialltoallw(
                     bottom,
                     sent.counts.as_ptr(),
@@ -337,7 +355,7 @@ impl Communicator {
                     self.raw,
                     request,
                 )
-            }
+            })
         })
     }
 }
@@ -350,7 +368,7 @@ struct Blocks {
 }
 
 impl Blocks {
-    fn new(messages: impl Iterator<Item = (*const u8, usize)>) -> Result<Self> {
+    fn new(messages: impl Iterator<Item = (*mut u8, usize)>) -> Result<Self> {
         let mut blocks = Self {
             counts: Vec::new(),
             types: Vec::new(),
@@ -376,7 +394,7 @@ impl Drop for Blocks {
 }
 
 /// The datatype of these bytes at this address.
-fn at(start: *const u8, len: usize) -> Result<ffi::MPI_Datatype> {
+fn at(start: *mut u8, len: usize) -> Result<ffi::MPI_Datatype> {
     let call = "MPI_Type_create_hindexed";
     let offsets = (0..len).step_by(BLOCK);
     let lens: Vec<c_int> = offsets
@@ -403,22 +421,23 @@ fn at(start: *const u8, len: usize) -> Result<ffi::MPI_Datatype> {
 #[derive(Debug)]
 enum Incoming {
     Nothing,
-    /// One behind the other, with their lengths.
-    Joined(Vec<u8>, Vec<usize>),
+    /// One behind the other, at these places.
+    Joined(SharedBuffer, Vec<Range<usize>>),
     /// Each by itself, and the rank and message of this rank itself.
-    Apart(Vec<Vec<u8>>, (usize, Bytes)),
+    Apart(Vec<SharedBuffer>, (usize, Bytes)),
 }
 
 impl Incoming {
     fn into_messages(self) -> Vec<Bytes> {
         match self {
             Self::Nothing => Vec::new(),
-            Self::Joined(all, lens) => {
-                let mut all = Bytes::from(all);
-                lens.into_iter().map(|len| all.split_to(len)).collect()
+            Self::Joined(all, places) => {
+                let all = all.freeze();
+                places.into_iter().map(|place| all.slice(place)).collect()
             }
             Self::Apart(messages, (own_rank, own)) => {
-                let mut messages: Vec<_> = messages.into_iter().map(Bytes::from).collect();
+                let messages = messages.into_iter().map(SharedBuffer::freeze);
+                let mut messages: Vec<_> = messages.collect();
                 messages[own_rank] = own;
                 messages
             }
@@ -457,23 +476,22 @@ impl Held {
 pub(super) struct Request {
     raw: ffi::MPI_Request,
     /// Until it is complete.
-    held: Option<Held>,
+    held: Option<Box<Held>>,
 }
 
 impl Request {
-    /// `post` gives MPI what is held, in places that do not change.
+    /// `post` gives MPI what is held, which stays where it is from then on.
     fn start(
-        call: &'static str,
-        mut held: Held,
-        post: impl FnOnce(&mut Held, &mut ffi::MPI_Request) -> c_int,
+        held: Held,
+        post: impl FnOnce(&mut Held, &mut ffi::MPI_Request) -> Result<()>,
     ) -> Result<Self> {
         // SAFETY: a constant.
-        let mut raw = unsafe { ffi::RSMPI_REQUEST_NULL };
-        let posted = check(call, post(&mut held, &mut raw));
-        let held = Some(held);
-        // Made even if that failed: what MPI has then seen, is leaked.
-        let request = Self { raw, held };
-        posted.map(|()| request)
+        let raw = unsafe { ffi::RSMPI_REQUEST_NULL };
+        let mut request = Self { raw, held: None };
+        let held = request.held.insert(Box::new(held));
+        // If it fails, what MPI may have seen is leaked.
+        post(held, &mut request.raw)?;
+        Ok(request)
     }
 
     /// The messages that have come, once it is complete. Makes MPI go on with all its operations.

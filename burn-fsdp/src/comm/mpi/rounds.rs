@@ -11,6 +11,7 @@ use std::collections::{HashMap, VecDeque};
 use std::hash::{DefaultHasher, Hash, Hasher};
 
 use crate::comm::Call;
+use crate::comm::cause::cut;
 use crate::{FsdpError, Result};
 
 /// Bytes of a call's text that are sent.
@@ -19,25 +20,25 @@ const LONGEST_CALL: usize = 256;
 /// What a rank announces to another.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Header {
-    /// Of all that must be the same on all ranks.
+    /// Differs between calls that differ.
     pub(super) fingerprint: u64,
+    /// For people.
     pub(super) call: String,
     /// Length of its message to the other rank.
     pub(super) len: usize,
+    /// Whether it has a message to each rank, not one to all.
+    pub(super) to_each: bool,
 }
 
 impl Header {
-    /// `kind` tells apart what is done for equal calls.
-    pub(super) fn new(call: &Call, kind: &'static str) -> Self {
-        let mut hasher = DefaultHasher::new();
-        (call.op, &call.subject, call.dtype, call.len).hash(&mut hasher);
-        (call.detail, kind).hash(&mut hasher);
-        let mut text = call.to_string();
-        text.truncate(text.floor_char_boundary(LONGEST_CALL));
+    pub(super) fn new(call: &Call, to_each: bool) -> Self {
+        let mut fingerprint = DefaultHasher::new();
+        call.hash(&mut fingerprint);
         Self {
-            fingerprint: hasher.finish(),
-            call: text,
+            fingerprint: fingerprint.finish(),
+            call: cut(&call.to_string(), LONGEST_CALL).into(),
             len: 0,
+            to_each,
         }
     }
 
@@ -57,6 +58,16 @@ pub(super) struct Started<W> {
     pub(super) header: Header,
     /// What to do when all have started it.
     pub(super) work: W,
+}
+
+/// A complete header round.
+#[derive(Debug)]
+pub(super) struct Round<W> {
+    pub(super) started: Started<W>,
+    /// Of the messages that come, in rank order.
+    pub(super) lens: Vec<usize>,
+    /// Whether some rank has a message to each, not one to all.
+    pub(super) to_each: bool,
 }
 
 /// The header rounds of one group that are not complete, oldest first.
@@ -97,8 +108,8 @@ impl<W> Rounds<W> {
         self.started.is_empty()
     }
 
-    /// The oldest exchange, if all ranks have started it, and the lengths of their messages.
-    pub(super) fn next(&mut self) -> Result<Option<(Started<W>, Vec<usize>)>> {
+    /// The oldest exchange, if all ranks have started it.
+    pub(super) fn next(&mut self) -> Result<Option<Round<W>>> {
         if self.started.is_empty() {
             return Ok(None);
         }
@@ -106,10 +117,16 @@ impl<W> Rounds<W> {
             return Ok(None);
         };
         let lens = headers.iter().map(|header| header.len).collect();
+        let to_each = headers.iter().any(|header| header.to_each);
         for headers in self.announced.values_mut() {
             headers.pop_front();
         }
-        Ok(self.started.pop_front().map(|started| (started, lens)))
+        let started = self.started.pop_front();
+        Ok(started.map(|started| Round {
+            started,
+            lens,
+            to_each,
+        }))
     }
 
     /// The first headers of all ranks, if they are here, or the first that differs.
@@ -138,12 +155,11 @@ impl<W> Rounds<W> {
         Ok(Some(round))
     }
 
-    /// What the exchange `id` is and the ranks that have not started it, if it is here.
-    pub(super) fn missing(&self, id: u64) -> Option<(&str, Vec<usize>)> {
+    /// The ranks that have not started the exchange `id`, if it is here.
+    pub(super) fn missing(&self, id: u64) -> Option<Vec<usize>> {
         let position = self.started.iter().position(|s| s.id == id)?;
         let missing = |rank: &usize| self.rounds_of(*rank) <= position;
-        let missing = self.others().filter(missing).collect();
-        Some((&self.started[position].header.call, missing))
+        Some(self.others().filter(missing).collect())
     }
 
     /// The first exchange here that `rank`, a member that starts no more, will never start.
@@ -167,7 +183,7 @@ mod tests {
     use super::*;
 
     fn header(subject: &str) -> Header {
-        Header::new(&Call::new("gather", subject), "to all")
+        Header::new(&Call::new("gather", subject), false)
     }
 
     fn started(id: u64, subject: &str) -> Started<u64> {
@@ -194,8 +210,9 @@ mod tests {
         rounds.start(started(1, "a"));
         assert!(rounds.next().unwrap().is_none());
         rounds.announce(2, header("a").with_len(20));
-        let (next, lens) = rounds.next().unwrap().unwrap();
-        assert_eq!((next.work, lens), (1, vec![20, 1, 70]));
+        let round = rounds.next().unwrap().unwrap();
+        assert_eq!((round.started.work, round.lens), (1, vec![20, 1, 70]));
+        assert!(!round.to_each);
         assert!(rounds.is_empty());
         assert!(rounds.next().unwrap().is_none());
     }
@@ -235,10 +252,19 @@ mod tests {
     }
 
     #[test]
-    fn calls_that_are_carried_out_in_different_ways_differ() {
-        let call = Call::new("gather", "a");
-        let (a, b) = (Header::new(&call, "to all"), Header::new(&call, "to each"));
-        assert_ne!(a.fingerprint, b.fingerprint);
+    fn one_rank_with_messages_to_each_is_enough_to_carry_them_out_so() {
+        let mut rounds = rounds(5);
+        rounds.start(started(1, "a"));
+        rounds.announce(2, header("a"));
+        let to_each = true;
+        rounds.announce(
+            7,
+            Header {
+                to_each,
+                ..header("a")
+            },
+        );
+        assert!(rounds.next().unwrap().unwrap().to_each);
     }
 
     #[test]
@@ -247,8 +273,8 @@ mod tests {
         rounds.start(started(1, "a"));
         rounds.start(started(2, "b"));
         rounds.announce(7, header("a"));
-        assert_eq!(rounds.missing(1), Some(("gather of a", vec![2])));
-        assert_eq!(rounds.missing(2), Some(("gather of b", vec![2, 7])));
+        assert_eq!(rounds.missing(1), Some(vec![2]));
+        assert_eq!(rounds.missing(2), Some(vec![2, 7]));
         assert_eq!(rounds.missing(3), None);
         assert_eq!(rounds.lost_to(7).map(|s| s.id), Some(2));
         assert_eq!(rounds.lost_to(2).map(|s| s.id), Some(1));
