@@ -550,7 +550,7 @@ pub(crate) fn take_shard(full: &Tensor<1>, layout: &ShardLayout, rank: usize) ->
     let mut end = 0;
     for span in layout.spans(rank) {
         parts.push(zeros(span.shard - end));
-        parts.push(full.clone().slice([span.full..span.full + span.len]));
+        parts.push(full.clone().slice(span.full..span.full + span.len));
         end = span.shard + span.len;
     }
     parts.push(zeros(layout.shard_len() - end));

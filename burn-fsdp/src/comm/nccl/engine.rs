@@ -296,7 +296,7 @@ impl<D: Driver> Engine for NcclEngine<D> {
         let colors = self.exchange_bytes(call, color.to_le_bytes().to_vec())?;
         let own = &colors[self.rank()];
         let ranks: Vec<_> = (0..colors.len())
-            .filter(|&rank| &colors[rank] == own)
+            .filter(|&rank| colors[rank] == *own)
             .collect();
         let wire = self.wire().subset(&ranks)?;
         let (watched, rank) = (self.watched.clone(), self.rank());
