@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use burn::module::Param;
-use burn::nn::{Linear, LinearConfig};
+use burn::nn::Linear;
 use burn::optim::AdamWConfig;
 use burn::tensor::{DType, Device, Tensor, TensorData};
 
@@ -373,11 +373,9 @@ fn train(group: ProcessGroup, replicate: usize) -> Result<Vec<f32>> {
         let values: Vec<f32> = (0..len).map(|i| i as f32 / len as f32).collect();
         Tensor::<1>::from_data(TensorData::from(&*values), &device)
     };
-    let linear: Linear = LinearConfig::new(6, 3).init(&device);
     let linear = Linear {
         weight: Param::from_tensor(values(18).reshape([6, 3])),
         bias: Some(Param::from_tensor(values(3))),
-        ..linear
     };
     let mut model = linear.fully_shard(&mesh, &FsdpConfig::new())?;
     let mut optim = AdamWConfig::new().init();
@@ -707,6 +705,46 @@ fn ranks_on_one_device_are_refused() {
             "{text}"
         );
     }
+}
+
+#[cfg(feature = "cuda")]
+#[test]
+fn a_group_over_nccl_needs_cuda_devices() {
+    let errors = locally(2, |group| Ok(group.nccl(&Device::flex()).unwrap_err())).unwrap();
+    for error in errors {
+        let text = error.to_string();
+        assert!(
+            matches!(error, FsdpError::UnsupportedDevice { engine: "nccl", .. }),
+            "{text}"
+        );
+    }
+}
+
+#[cfg(feature = "cuda")]
+#[test]
+fn a_host_without_nccl_fails_all_ranks() {
+    if super::library::check().is_ok() {
+        eprintln!("not tested: this host has NCCL and a driver");
+        return;
+    }
+    let cluster = FakeCluster::new(2, 0);
+    let errors = locally(2, |group| {
+        Ok(match group.rank() {
+            0 => form(&group, &cluster.driver(0)).unwrap_err(),
+            _ => group.nccl(&Device::cuda(0)).unwrap_err(),
+        })
+    });
+    let errors = errors.unwrap();
+    assert!(
+        matches!(errors[0], FsdpError::RankFailed { rank: 1, .. }),
+        "{}",
+        errors[0]
+    );
+    assert!(
+        matches!(errors[1], FsdpError::NcclUnavailable { .. }),
+        "{}",
+        errors[1]
+    );
 }
 
 // ---- the fakes themselves: each of these breaks a rule
