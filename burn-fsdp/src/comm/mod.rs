@@ -27,6 +27,8 @@ mod launch;
 mod local;
 mod local_wire;
 mod message;
+#[cfg(feature = "mpi")]
+mod mpi;
 #[cfg(feature = "cube")]
 mod nccl;
 mod open_gathers;
@@ -259,15 +261,16 @@ impl Counters {
 /// One rank's handle on a group of ranks. Clones are the same rank.
 ///
 /// Except for [`rank`](Self::rank), [`world_size`](Self::world_size), [`counts`](Self::counts),
-/// [`failure`](Self::failure), [`abort`](Self::abort), [`description`](Self::description) and
-/// [`device`](Self::device), every method is a collective: **all ranks must call it, in the same
-/// order**. If they don't, or one of them fails, all get the same error. Tensors that come back are
-/// outside autodiff.
+/// [`failure`](Self::failure), [`abort`](Self::abort), [`local_rank`](Self::local_rank),
+/// [`description`](Self::description) and [`device`](Self::device), every method is a collective:
+/// **all ranks must call it, in the same order**. If they don't, or one of them fails, all get the
+/// same error. Tensors that come back are outside autodiff.
 #[derive(Clone, Debug)]
 pub struct ProcessGroup {
     engine: Arc<dyn Engine>,
     description: Arc<str>,
     device: Device,
+    local_rank: usize,
     counters: Arc<Counters>,
     /// Modules sharded over this group so far.
     modules: Arc<AtomicU64>,
@@ -278,11 +281,13 @@ impl ProcessGroup {
         engine: Arc<dyn Engine>,
         description: impl Into<Arc<str>>,
         device: Device,
+        local_rank: usize,
     ) -> Self {
         Self {
             engine,
             description: description.into(),
             device,
+            local_rank,
             counters: Default::default(),
             modules: Default::default(),
         }
@@ -305,6 +310,12 @@ impl ProcessGroup {
     /// The number of ranks.
     pub fn world_size(&self) -> usize {
         self.engine.world_size()
+    }
+
+    /// This rank's number among those of its host, which is what to choose a device by. Ranks that
+    /// are threads are on one host.
+    pub fn local_rank(&self) -> usize {
+        self.local_rank
     }
 
     /// Which rank this is, how it reaches the others, and who started it, as a text for logs.
@@ -476,7 +487,8 @@ impl ProcessGroup {
         let engine = self.engine.split(color)?;
         let (rank, size) = (engine.rank(), engine.world_size());
         let description = format!("rank {rank} of {size} in a part of {}", self.description);
-        Ok(Self::new(engine, description, self.device()))
+        let (device, local_rank) = (self.device(), self.local_rank);
+        Ok(Self::new(engine, description, device, local_rank))
     }
 
     /// Checks that `value` is the same on all ranks; the error names `what`.

@@ -53,7 +53,8 @@ mod public {
             let driver = CudaDriver::new(device).map(Arc::new);
             let engine = Arc::new(NcclEngine::form(self.engine(), driver)?);
             let description = format!("{}, NCCL on {device:?}", self.description());
-            Ok(Self::new(engine, description, device.clone()))
+            let local_rank = self.local_rank;
+            Ok(Self::new(engine, description, device.clone(), local_rank))
         }
     }
 }

@@ -61,7 +61,8 @@ fn on_config<T: Send>(
 /// The group over fake devices.
 fn form(group: &ProcessGroup, driver: &Arc<FakeDriver>) -> Result<ProcessGroup> {
     let engine = Arc::new(NcclEngine::form(group.engine(), Ok(driver.clone()))?);
-    Ok(ProcessGroup::new(engine, "fake", group.device()))
+    let (device, local_rank) = (group.device(), group.local_rank());
+    Ok(ProcessGroup::new(engine, "fake", device, local_rank))
 }
 
 fn locally<T: Send>(
