@@ -708,6 +708,46 @@ fn ranks_on_one_device_are_refused() {
     }
 }
 
+#[cfg(feature = "cuda")]
+#[test]
+fn a_group_over_nccl_needs_cuda_devices() {
+    let errors = locally(2, |group| Ok(group.nccl(&Device::flex()).unwrap_err())).unwrap();
+    for error in errors {
+        let text = error.to_string();
+        assert!(
+            matches!(error, FsdpError::UnsupportedDevice { engine: "nccl", .. }),
+            "{text}"
+        );
+    }
+}
+
+#[cfg(feature = "cuda")]
+#[test]
+fn a_host_without_nccl_fails_all_ranks() {
+    if super::library::check().is_ok() {
+        eprintln!("not tested: this host has NCCL and a driver");
+        return;
+    }
+    let cluster = FakeCluster::new(2, 0);
+    let errors = locally(2, |group| {
+        Ok(match group.rank() {
+            0 => form(&group, &cluster.driver(0)).unwrap_err(),
+            _ => group.nccl(&Device::cuda(0)).unwrap_err(),
+        })
+    });
+    let errors = errors.unwrap();
+    assert!(
+        matches!(errors[0], FsdpError::RankFailed { rank: 1, .. }),
+        "{}",
+        errors[0]
+    );
+    assert!(
+        matches!(errors[1], FsdpError::NcclUnavailable { .. }),
+        "{}",
+        errors[1]
+    );
+}
+
 // ---- the fakes themselves: each of these breaks a rule
 
 /// A device, a communicator with itself alone, and a buffer.
