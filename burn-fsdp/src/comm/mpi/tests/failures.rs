@@ -45,6 +45,7 @@ fn a_mismatch_in_one_group_fails_the_others() {
     let Some(outcome) = on_ranks(4, LONG, |wire| {
         let pair = wire.rank() / 2 * 2;
         let group = wire.subset(&[pair, pair + 1]).unwrap();
+        barrier(wire).unwrap();
         let error = if wire.rank() == 3 {
             // Rank 2 has started something else, and the other pair waits for ranks 2 and 3.
             gather(&group, "this", Vec::new()).unwrap().wait()

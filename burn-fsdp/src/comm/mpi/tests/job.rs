@@ -118,6 +118,8 @@ fn run(
     command
         .args([test, "--exact", "--nocapture"])
         .env(REPORTS, reports.path())
+        // Where MPI keeps files of the job. Jobs that start at the same time stumble in a common one.
+        .env("TMPDIR", reports.path())
         .stdout(file.try_clone().unwrap())
         .stderr(file);
     let mut child = command.spawn().unwrap_or_else(|error| {
