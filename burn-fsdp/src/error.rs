@@ -141,7 +141,12 @@ pub enum FsdpError {
     },
     /// A rank waited longer than the group's timeout.
     #[error(
-        "rank {rank}: {call} timed out after {after:?} waiting for ranks {missing:?}; last calls: {}",
+        "rank {rank}: {call} timed out after {after:?}{}; last calls: {}",
+        if missing.is_empty() {
+            "; all ranks have called it, but it does not end".to_string()
+        } else {
+            format!(" waiting for ranks {missing:?}")
+        },
         last_calls.iter().enumerate().map(|(r, c)| format!("rank {r}: {c}")).collect::<Vec<_>>().join("; ")
     )]
     Timeout {
@@ -151,7 +156,7 @@ pub enum FsdpError {
         call: String,
         /// How long it waited.
         after: Duration,
-        /// The ranks that did not come.
+        /// The ranks that did not come; none if all did.
         missing: Vec<usize>,
         /// What every rank called last.
         last_calls: Vec<String>,
@@ -189,6 +194,23 @@ pub enum FsdpError {
         rank: usize,
         /// Its reason.
         reason: String,
+    },
+
+    /// NCCL, or the CUDA driver it needs, can't be loaded.
+    #[error("NCCL can't be used: {reason}")]
+    NcclUnavailable {
+        /// What was looked for, and what to do.
+        reason: String,
+    },
+    /// NCCL, or the device under it, reported an error.
+    #[error("rank {rank}: NCCL failed in {call}: {cause}")]
+    Nccl {
+        /// The rank it failed on.
+        rank: usize,
+        /// The oldest collective under way.
+        call: String,
+        /// What NCCL said.
+        cause: String,
     },
 
     // ---- training

@@ -44,6 +44,11 @@ enum Cause {
         address: String,
         reason: String,
     },
+    Nccl {
+        rank: usize,
+        call: String,
+        cause: String,
+    },
 }
 
 /// What `rank` tells the others of its failure.
@@ -104,6 +109,7 @@ impl Cause {
             FsdpError::RankReturned { rank, call, gone } => Self::RankReturned { rank, call, gone },
             FsdpError::Aborted { rank, reason } => Self::Aborted { rank, reason },
             FsdpError::Rendezvous { address, reason } => Self::Rendezvous { address, reason },
+            FsdpError::Nccl { rank, call, cause } => Self::Nccl { rank, call, cause },
             other => Self::RankFailed {
                 rank: teller,
                 cause: other.to_string(),
@@ -143,6 +149,7 @@ impl From<Cause> for FsdpError {
             Cause::RankReturned { rank, call, gone } => Self::RankReturned { rank, call, gone },
             Cause::Aborted { rank, reason } => Self::Aborted { rank, reason },
             Cause::Rendezvous { address, reason } => Self::Rendezvous { address, reason },
+            Cause::Nccl { rank, call, cause } => Self::Nccl { rank, call, cause },
         }
     }
 }
@@ -188,6 +195,11 @@ mod tests {
             FsdpError::Rendezvous {
                 address: text("host:1"),
                 reason: text("nobody came"),
+            },
+            FsdpError::Nccl {
+                rank: 1,
+                call: text("all-gather of a unit"),
+                cause: text("remote error"),
             },
         ];
         for failure in failures {

@@ -97,7 +97,7 @@ impl CubeGather {
         let mut counted = Vec::new();
         let tensors = expected.into_iter().zip(tensors).map(|(expected, split)| {
             let (whole, guard) = match expected {
-                Expected::Whole { tensor, counted } => (Some(tensor), counted),
+                Expected::Whole { tensor, counted } => (Some(*tensor), counted),
                 Expected::Split { counted, .. } => (None, Some(counted)),
             };
             counted.extend(guard);

@@ -1,11 +1,14 @@
 //! Ranks as processes that a launcher has started.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use burn::tensor::Device;
 
 use super::env::{JobEnv, Launcher};
-use super::launch::{DEFAULT_TIMEOUT, run_rank, share_of_cores};
+use super::launch::{DEFAULT_TIMEOUT, LaunchConfig, run_rank, share_of_cores};
+#[cfg(feature = "mpi")]
+use super::mpi::MpiWire;
 use super::process::ProcessEngine;
 use super::tcp::{Job, TcpWire};
 use super::{Engine, ProcessGroup};
@@ -42,15 +45,35 @@ use crate::{FsdpError, Result};
 pub fn launch_from_env<T: Send>(f: impl FnOnce(ProcessGroup) -> Result<T> + Send) -> Result<T> {
     let env = read_env()?;
     let threads = share_of_cores(env.local_world_size);
-    run_rank(connect(&env)?, threads, f)
+    run_rank(connect(&env, DEFAULT_TIMEOUT)?, threads, f)
+}
+
+impl LaunchConfig {
+    /// One program for both: as [`launch_from_env`], with these settings, where a launcher has started
+    /// this process; as [`launch`](Self::launch) where none has. The values of the ranks of this
+    /// process.
+    ///
+    /// # Errors
+    ///
+    /// As those.
+    pub fn launch_or_join<T: Send>(
+        &self,
+        f: impl Fn(ProcessGroup) -> Result<T> + Send + Sync,
+    ) -> Result<Vec<T>> {
+        let Some(env) = JobEnv::read()? else {
+            return self.launch(f);
+        };
+        self.check()?;
+        let threads = self.threads_per_rank;
+        let threads = threads.unwrap_or_else(|| share_of_cores(env.local_world_size));
+        Ok(vec![run_rank(connect(&env, self.timeout)?, threads, f)?])
+    }
 }
 
 impl ProcessGroup {
     /// The group of all ranks of the job that a launcher has started this process for.
     ///
-    /// All processes of the job must call this, once. It returns when all are connected: over MPI if
-    /// `mpirun` has started them and the feature `mpi` is on, else over TCP.
-    ///
+    /// All processes of the job must call this, once. It returns when all are connected.
     /// [`launch_from_env`] does the same and more; with this alone, a rank that returns or panics is
     /// known to the others once the last handle of the group is dropped.
     ///
@@ -59,7 +82,7 @@ impl ProcessGroup {
     /// If no launcher has started this process; if what it has set makes no sense;
     /// [`FsdpError::Rendezvous`] if the ranks do not find each other within 10 minutes.
     pub fn from_env() -> Result<Self> {
-        connect(&read_env()?)
+        connect(&read_env()?, DEFAULT_TIMEOUT)
     }
 }
 
@@ -75,9 +98,9 @@ fn no_launcher() -> FsdpError {
     )
 }
 
-fn connect(env: &JobEnv) -> Result<ProcessGroup> {
+fn connect(env: &JobEnv, timeout: Duration) -> Result<ProcessGroup> {
     let device = choose_device(env)?;
-    let (name, engine) = choose_engine(env)?;
+    let (name, engine) = choose_engine(env, timeout)?;
     let description = format!(
         "rank {} of {} ({name}, started by {}, local rank {})",
         env.rank,
@@ -86,7 +109,8 @@ fn connect(env: &JobEnv) -> Result<ProcessGroup> {
         env.local_rank
     );
     log::info!("{description}");
-    Ok(ProcessGroup::new(engine, description, device))
+    let local_rank = env.local_rank;
+    Ok(ProcessGroup::new(engine, description, device, local_rank))
 }
 
 fn by(launcher: Launcher) -> &'static str {
@@ -98,11 +122,11 @@ fn by(launcher: Launcher) -> &'static str {
 }
 
 /// Connects with the other ranks; the engine and its name.
-fn choose_engine(env: &JobEnv) -> Result<(&'static str, Arc<dyn Engine>)> {
+fn choose_engine(env: &JobEnv, timeout: Duration) -> Result<(&'static str, Arc<dyn Engine>)> {
     #[cfg(feature = "mpi")]
     if env.launcher == Launcher::OpenMpi {
-        let wire = super::mpi::MpiWire::init(DEFAULT_TIMEOUT)?;
-        return Ok(("mpi", Arc::new(ProcessEngine::new(wire))));
+        let engine = ProcessEngine::new(MpiWire::init(timeout)?);
+        return Ok(("mpi", Arc::new(engine)));
     }
     let wire = TcpWire::connect(&Job {
         rank: env.rank,
@@ -110,7 +134,7 @@ fn choose_engine(env: &JobEnv) -> Result<(&'static str, Arc<dyn Engine>)> {
         host: env.master_addr.clone(),
         port: env.master_port,
         secret: env.secret.clone(),
-        timeout: DEFAULT_TIMEOUT,
+        timeout,
     })?;
     let engine = ProcessEngine::new(Arc::new(wire));
     Ok(("tcp", Arc::new(engine)))
@@ -261,7 +285,7 @@ mod tests {
             launcher: Launcher::Torchrun,
             device: Some("abacus".to_string()),
         };
-        let error = connect(&env).map(drop).unwrap_err();
+        let error = connect(&env, DEFAULT_TIMEOUT).map(drop).unwrap_err();
         assert!(error.to_string().contains("\"abacus\""), "{error}");
     }
 }

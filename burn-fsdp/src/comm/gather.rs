@@ -67,7 +67,7 @@ impl GatherSpace {
 pub(super) enum Expected {
     /// Held whole by every rank, so it is here already.
     Whole {
-        tensor: Tensor<1>,
+        tensor: Box<Tensor<1>>,
         counted: Option<MemoryGuard>,
     },
     Split {
@@ -95,6 +95,7 @@ impl Expected {
             let counted = MemoryGuard::new(memory, full_bytes(&input));
             (input.shard.cast(input.dtype), Some(counted))
         };
+        let tensor = Box::new(tensor);
         Ok(Self::Whole { tensor, counted })
     }
 }
@@ -151,7 +152,7 @@ impl HostGather {
     unsafe fn finish(&self, expected: Vec<Expected>) -> Gathered {
         let mut buffers = self.0.iter();
         let finish = |expected| match expected {
-            Expected::Whole { tensor, .. } => tensor,
+            Expected::Whole { tensor, .. } => *tensor,
             Expected::Split {
                 len,
                 dtype,

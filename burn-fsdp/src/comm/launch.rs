@@ -52,8 +52,8 @@ const MOST_THREADS: usize = 1024;
 #[derive(Clone, Debug)]
 pub struct LaunchConfig {
     world_size: usize,
-    timeout: Duration,
-    threads_per_rank: Option<usize>,
+    pub(super) timeout: Duration,
+    pub(super) threads_per_rank: Option<usize>,
 }
 
 impl LaunchConfig {
@@ -88,18 +88,13 @@ impl LaunchConfig {
         &self,
         f: impl Fn(ProcessGroup) -> Result<T> + Send + Sync,
     ) -> Result<Vec<T>> {
-        let threads = self.threads_per_rank.unwrap_or(1);
-        if self.world_size == 0 || !(1..=MOST_THREADS).contains(&threads) {
-            return Err(FsdpError::argument(format!(
-                "a launch needs at least one rank, and 1 to {MOST_THREADS} threads for each"
-            )));
-        }
+        self.check()?;
         let launch = Launch::new(self.world_size, self.timeout);
         let threads = self.threads_per_rank;
         let threads = threads.unwrap_or_else(|| share_of_cores(self.world_size));
         let run = |rank: usize, engine| {
             let description = format!("rank {rank} of {} (local, a thread)", self.world_size);
-            let group = ProcessGroup::new(engine, description, Device::flex());
+            let group = ProcessGroup::new(engine, description, Device::flex(), rank);
             run_rank(group, threads, &f)
         };
         let results: Vec<Result<T>> = std::thread::scope(|scope| {
@@ -121,6 +116,18 @@ impl LaunchConfig {
             Some(cause) if results.iter().any(Result::is_err) => Err(first_error(cause, &results)),
             _ => results.into_iter().collect(),
         }
+    }
+}
+
+impl LaunchConfig {
+    pub(super) fn check(&self) -> Result<()> {
+        let threads = self.threads_per_rank.unwrap_or(1);
+        if self.world_size == 0 || !(1..=MOST_THREADS).contains(&threads) {
+            return Err(FsdpError::argument(format!(
+                "a launch needs at least one rank, and 1 to {MOST_THREADS} threads for each"
+            )));
+        }
+        Ok(())
     }
 }
 

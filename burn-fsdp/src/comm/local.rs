@@ -15,8 +15,10 @@ use burn::tensor::{Bytes, DType, Device, Tensor};
 use super::cube_reduce;
 use super::gather::{Expected, GatherSpace};
 use super::host::{self, HostTensor, with_float};
+use super::local_wire::LocalWire;
 use super::open_gathers::rank_in;
 use super::rendezvous::{Group, Launch, Part, Seat, Ticket};
+use super::wire::Wire;
 use super::{
     Call, Engine, GatherInput, GatherKey, GatherSource, GatherWork, Gathered, ReduceInput,
     take_shard,
@@ -47,6 +49,29 @@ impl GatherWork for LocalGather {
 pub(crate) struct LocalEngine(Seat);
 
 impl LocalEngine {
+    /// This rank's seat in a new group of the ranks that pass the same `color`, in rank order.
+    fn seat_of_color(&self, color: usize) -> Result<Seat> {
+        let colors = self.0.rendezvous(Call::new("split", "the group"), color)?;
+        let ticket = self.0.enter(Call::new("split", "the colors"), || {
+            let mut members = BTreeMap::<usize, Vec<usize>>::new();
+            for (rank, color) in colors.iter().enumerate() {
+                members
+                    .entry(**color)
+                    .or_default()
+                    .push(self.0.group.ranks[rank]);
+            }
+            let group = |ranks| Group::new(self.0.group.launch.clone(), ranks);
+            let groups: BTreeMap<_, _> = members.into_iter().map(|(c, r)| (c, group(r))).collect();
+            Arc::new(groups)
+        })?;
+        ticket.arrive(Arc::new(()));
+        let groups = ticket.common::<BTreeMap<usize, Arc<Group>>>();
+        let group = groups[&color].clone();
+        let rank = rank_in(&group.ranks, self.0.launch_rank());
+        let rank = rank.expect("a rank is in the group of its own color");
+        Ok(Seat::new(group, rank))
+    }
+
     /// The engines of all ranks of a launch, in rank order.
     pub(crate) fn all(launch: &Arc<Launch>) -> Vec<Arc<dyn Engine>> {
         let engine = |seat| Arc::new(Self(seat)) as Arc<dyn Engine>;
@@ -131,25 +156,11 @@ impl Engine for LocalEngine {
     }
 
     fn split(&self, color: usize) -> Result<Arc<dyn Engine>> {
-        let colors = self.0.rendezvous(Call::new("split", "the group"), color)?;
-        let ticket = self.0.enter(Call::new("split", "the colors"), || {
-            let mut members = BTreeMap::<usize, Vec<usize>>::new();
-            for (rank, color) in colors.iter().enumerate() {
-                members
-                    .entry(**color)
-                    .or_default()
-                    .push(self.0.group.ranks[rank]);
-            }
-            let group = |ranks| Group::new(self.0.group.launch.clone(), ranks);
-            let groups: BTreeMap<_, _> = members.into_iter().map(|(c, r)| (c, group(r))).collect();
-            Arc::new(groups)
-        })?;
-        ticket.arrive(Arc::new(()));
-        let groups = ticket.common::<BTreeMap<usize, Arc<Group>>>();
-        let group = groups[&color].clone();
-        let rank = rank_in(&group.ranks, self.0.launch_rank());
-        let rank = rank.expect("a rank is in the group of its own color");
-        Ok(Arc::new(Self(Seat::new(group, rank))))
+        Ok(Arc::new(Self(self.seat_of_color(color)?)))
+    }
+
+    fn control(&self) -> Result<Arc<dyn Wire>> {
+        Ok(Arc::new(LocalWire::new(self.seat_of_color(0)?)))
     }
 
     fn fail(&self, cause: FsdpError) {

@@ -25,9 +25,12 @@ mod gather;
 pub(crate) mod host;
 mod launch;
 mod local;
+mod local_wire;
 mod message;
 #[cfg(feature = "mpi")]
 mod mpi;
+#[cfg(feature = "cube")]
+mod nccl;
 mod open_gathers;
 mod process;
 mod rendezvous;
@@ -46,6 +49,7 @@ use burn::tensor::{DType, Device, Tensor};
 pub use from_env::launch_from_env;
 pub use launch::{LaunchConfig, launch};
 
+use self::wire::Wire;
 use crate::memory::{MemoryCounter, MemoryGuard};
 use crate::placement::ShardLayout;
 use crate::reduction::{ReduceOp, Reduction};
@@ -209,6 +213,9 @@ pub(crate) trait Engine: fmt::Debug + Send + Sync {
     /// Splits the group into those of equal `color`, in rank order.
     fn split(&self, color: usize) -> Result<Arc<dyn Engine>>;
 
+    /// A wire between the ranks of the group, with positions of its own. A collective.
+    fn control(&self) -> Result<Arc<dyn Wire>>;
+
     /// Makes the group fail with `cause`, unless it has already.
     fn fail(&self, cause: FsdpError);
 
@@ -254,15 +261,16 @@ impl Counters {
 /// One rank's handle on a group of ranks. Clones are the same rank.
 ///
 /// Except for [`rank`](Self::rank), [`world_size`](Self::world_size), [`counts`](Self::counts),
-/// [`failure`](Self::failure), [`abort`](Self::abort), [`description`](Self::description) and
-/// [`device`](Self::device), every method is a collective: **all ranks must call it, in the same
-/// order**. If they don't, or one of them fails, all get the same error. Tensors that come back are
-/// outside autodiff.
+/// [`failure`](Self::failure), [`abort`](Self::abort), [`local_rank`](Self::local_rank),
+/// [`description`](Self::description) and [`device`](Self::device), every method is a collective:
+/// **all ranks must call it, in the same order**. If they don't, or one of them fails, all get the
+/// same error. Tensors that come back are outside autodiff.
 #[derive(Clone, Debug)]
 pub struct ProcessGroup {
     engine: Arc<dyn Engine>,
     description: Arc<str>,
     device: Device,
+    local_rank: usize,
     counters: Arc<Counters>,
     /// Modules sharded over this group so far.
     modules: Arc<AtomicU64>,
@@ -273,11 +281,13 @@ impl ProcessGroup {
         engine: Arc<dyn Engine>,
         description: impl Into<Arc<str>>,
         device: Device,
+        local_rank: usize,
     ) -> Self {
         Self {
             engine,
             description: description.into(),
             device,
+            local_rank,
             counters: Default::default(),
             modules: Default::default(),
         }
@@ -300,6 +310,12 @@ impl ProcessGroup {
     /// The number of ranks.
     pub fn world_size(&self) -> usize {
         self.engine.world_size()
+    }
+
+    /// This rank's number among those of its host, which is what to choose a device by. Ranks that
+    /// are threads are on one host.
+    pub fn local_rank(&self) -> usize {
+        self.local_rank
     }
 
     /// Which rank this is, how it reaches the others, and who started it, as a text for logs.
@@ -471,7 +487,8 @@ impl ProcessGroup {
         let engine = self.engine.split(color)?;
         let (rank, size) = (engine.rank(), engine.world_size());
         let description = format!("rank {rank} of {size} in a part of {}", self.description);
-        Ok(Self::new(engine, description, self.device()))
+        let (device, local_rank) = (self.device(), self.local_rank);
+        Ok(Self::new(engine, description, device, local_rank))
     }
 
     /// Checks that `value` is the same on all ranks; the error names `what`.
@@ -533,7 +550,7 @@ pub(crate) fn take_shard(full: &Tensor<1>, layout: &ShardLayout, rank: usize) ->
     let mut end = 0;
     for span in layout.spans(rank) {
         parts.push(zeros(span.shard - end));
-        parts.push(full.clone().slice([span.full..span.full + span.len]));
+        parts.push(full.clone().slice(span.full..span.full + span.len));
         end = span.shard + span.len;
     }
     parts.push(zeros(layout.shard_len() - end));

@@ -184,13 +184,15 @@ impl Engine for ProcessEngine {
         device: &Device,
     ) -> Result<Tensor<1>> {
         let source = source.map(|source| host::host(&on_host(source)));
-        let outgoing = match source.transpose()? {
-            Some(source) if layout.is_whole() => Outgoing::ToAll(pack_of(&source, layout, root)),
-            Some(source) => {
-                let ranks = 0..self.world_size();
-                Outgoing::ToEach(ranks.map(|rank| pack_of(&source, layout, rank)).collect())
-            }
-            None => Outgoing::ToAll(Default::default()),
+        let source = source.transpose()?;
+        // Those that have nothing to send send empty messages.
+        let message = |rank| {
+            let pack = |source| pack_of(source, layout, rank);
+            source.as_ref().map(pack).unwrap_or_default()
+        };
+        let outgoing = match layout.is_whole() {
+            true => Outgoing::ToAll(message(root)),
+            false => Outgoing::ToEach((0..self.world_size()).map(message).collect()),
         };
         let message = self.meet(call, outgoing)?.swap_remove(root);
         let shard = self.or_fail(unpack_of(message, layout, self.rank()))?;
@@ -204,6 +206,11 @@ impl Engine for ProcessEngine {
         let members = (0..self.world_size()).filter(|&rank| colors[rank][..] == color);
         let wire = self.wire.subset(&members.collect::<Vec<_>>())?;
         Ok(Arc::new(Self::new(wire)))
+    }
+
+    fn control(&self) -> Result<Arc<dyn Wire>> {
+        let all: Vec<_> = (0..self.world_size()).collect();
+        self.wire.subset(&all)
     }
 
     fn fail(&self, cause: FsdpError) {

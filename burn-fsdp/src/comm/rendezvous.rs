@@ -39,7 +39,7 @@ const NAP: Duration = Duration::from_millis(100);
 
 /// What all groups of one launch share. Ranks are by their number in the launch.
 pub(crate) struct Launch {
-    timeout: Duration,
+    pub(super) timeout: Duration,
     failure: OnceLock<FsdpError>,
     failed: AtomicBool,
     returned: Vec<AtomicBool>,
@@ -185,7 +185,15 @@ pub(super) struct Group {
     /// The members, by their rank in the launch.
     pub(super) ranks: Members,
     slots: Mutex<HashMap<u64, Arc<Slot>>>,
+    subgroups: Mutex<HashMap<(Vec<usize>, u64), Subgroup>>,
     pub(super) pool: Arc<BufferPool>,
+}
+
+/// A group made by some ranks of another, kept until all of them have it.
+#[derive(Debug)]
+struct Subgroup {
+    group: Arc<Group>,
+    lacking: usize,
 }
 
 /// One collective under way.
@@ -239,8 +247,28 @@ impl Group {
             launch,
             ranks: Arc::new(ranks),
             slots: Default::default(),
+            subgroups: Default::default(),
             pool: Default::default(),
         })
+    }
+
+    /// The `nth` group of these ranks of this one. Each of them must ask for it, once.
+    pub(super) fn subgroup(&self, ranks: &[usize], nth: u64) -> Arc<Self> {
+        let mut subgroups = self.subgroups.lock();
+        let key = (ranks.to_vec(), nth);
+        let made = subgroups.entry(key.clone()).or_insert_with(|| {
+            let launch_ranks = ranks.iter().map(|&rank| self.ranks[rank]).collect();
+            Subgroup {
+                group: Self::new(self.launch.clone(), launch_ranks),
+                lacking: ranks.len(),
+            }
+        });
+        made.lacking -= 1;
+        let group = made.group.clone();
+        if made.lacking == 0 {
+            subgroups.remove(&key);
+        }
+        group
     }
 
     pub(super) fn size(&self) -> usize {
@@ -413,25 +441,48 @@ impl Ticket {
         }
     }
 
+    /// Whether all ranks have arrived. Never waits.
+    pub(super) fn poll(&self) -> Result<bool> {
+        let launch = &self.group.launch;
+        if self.slot.is_complete() {
+            return Ok(true);
+        }
+        launch.check()?;
+        match self.gone() {
+            Some(error) => Err(launch.fail_with(error)),
+            None => Ok(false),
+        }
+    }
+
     /// Why it makes no sense to wait any longer, if so.
     fn hopeless(&self, since: Instant) -> Option<FsdpError> {
-        let launch = &self.group.launch;
+        let is_overdue = since.elapsed() >= self.group.launch.timeout;
+        self.gone().or_else(|| is_overdue.then(|| self.overdue()))
+    }
+
+    /// A rank that is missing and has returned.
+    fn gone(&self) -> Option<FsdpError> {
+        let returned = &self.group.launch.returned;
         let missing = self.missing();
-        let gone = |rank: &&usize| launch.returned[**rank].load(Ordering::Acquire);
-        if let Some(&gone) = missing.iter().find(gone) {
-            return Some(FsdpError::RankReturned {
-                rank: self.launch_rank(),
-                call: self.call.to_string(),
-                gone,
-            });
-        }
-        (since.elapsed() >= launch.timeout).then(|| FsdpError::Timeout {
+        let gone = missing
+            .iter()
+            .find(|rank| returned[**rank].load(Ordering::Acquire))?;
+        Some(FsdpError::RankReturned {
+            rank: self.launch_rank(),
+            call: self.call.to_string(),
+            gone: *gone,
+        })
+    }
+
+    pub(super) fn overdue(&self) -> FsdpError {
+        let launch = &self.group.launch;
+        FsdpError::Timeout {
             rank: self.launch_rank(),
             call: self.call.to_string(),
             after: launch.timeout,
-            missing,
+            missing: self.missing(),
             last_calls: launch.last_calls(),
-        })
+        }
     }
 
     /// All ranks wait for each other: the mismatch of this one with the first it waits for.
@@ -453,7 +504,7 @@ impl Ticket {
         Ok(parts.iter().map(part).collect())
     }
 
-    fn wait_for_parts<T: Send + Sync + 'static>(&self) -> Result<Vec<Arc<T>>> {
+    pub(super) fn wait_for_parts<T: Send + Sync + 'static>(&self) -> Result<Vec<Arc<T>>> {
         Ok(self.wait_for_all()?.into_iter().map(downcast).collect())
     }
 

@@ -90,7 +90,7 @@ pub(super) fn launch_tcp<T: Send>(
     on_wires(world_size, |wire| {
         let engine = Arc::new(ProcessEngine::new(Arc::new(wire)));
         run_rank(
-            ProcessGroup::new(engine, "a rank of a test", Device::flex()),
+            ProcessGroup::new(engine, "a rank of a test", Device::flex(), 0),
             1,
             &f,
         )

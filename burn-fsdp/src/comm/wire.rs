@@ -12,7 +12,7 @@ use bytes::Bytes;
 use super::Call;
 use crate::{FsdpError, Result};
 
-/// What a rank sends in one exchange.
+/// What a rank sends in one exchange: all ranks to all, or all to each.
 #[derive(Clone, Debug)]
 pub(crate) enum Outgoing {
     /// The same to every rank.

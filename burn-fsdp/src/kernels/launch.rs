@@ -23,7 +23,7 @@ pub(super) struct Group<K> {
 }
 
 /// Puts buffers of equal key together, in the order they come. `others` is how many buffers the
-/// kernel has beside them.
+/// kernel has beside them and its scalars, which some runtimes bind as one more.
 pub(super) fn groups<K: PartialEq>(
     client: &Client,
     keys: impl IntoIterator<Item = (usize, K)>,
@@ -31,7 +31,7 @@ pub(super) fn groups<K: PartialEq>(
 ) -> Vec<Group<K>> {
     let bindings = client.properties().hardware.max_bindings as usize;
     let limit = BUFFERS_PER_LAUNCH
-        .min(bindings.saturating_sub(others))
+        .min(bindings.saturating_sub(others + 1))
         .max(1);
     let mut groups: Vec<Group<K>> = Vec::new();
     for (member, key) in keys {
@@ -113,7 +113,7 @@ pub(super) fn works(items: impl Iterator<Item = usize>) -> (Vec<WorkLaunch>, usi
 pub(super) struct Place {
     pub(super) slot: usize,
     pub(super) full: usize,
-    pub(super) shard_len: usize,
+    shard_len: usize,
     run: FastDivmod<usize>,
     row: usize,
     pub(super) rank_stride: usize,
@@ -145,12 +145,13 @@ impl Member {
 
 #[cube]
 impl Place {
-    /// Where an element of a rank's shard lies in the full tensor, and whether it does: shards of
-    /// uneven tensors end in padding.
+    /// Where an element of a rank's slot lies in the full tensor, and whether it does: slots are
+    /// padded, and so are shards of uneven tensors.
     pub(super) fn full_index(&self, rank: usize, index: usize) -> (usize, bool) {
         let (outer, inner) = self.run.div_mod(index);
         let column = rank * self.rank_stride + inner;
-        (outer * self.row + column, column < self.row)
+        let exists = index < self.shard_len && column < self.row;
+        (outer * self.row + column, exists)
     }
 }
 

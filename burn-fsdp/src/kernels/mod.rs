@@ -9,7 +9,7 @@
 //! # Note: launches
 //!
 //! All members of a unit that can use vectors of the same width share a launch, up to
-//! [`BUFFERS_PER_LAUNCH`] or what the device binds at once. What a kernel must know of them travels
+//! [`launch::BUFFERS_PER_LAUNCH`] or what the device binds at once. What a kernel must know of them travels
 //! with the launch as scalars: there is no table to upload, to keep or to look up.
 //!
 //! # Note: rounding

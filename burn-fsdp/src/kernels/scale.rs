@@ -4,6 +4,7 @@ use cubecl::prelude::*;
 
 use super::buffer::{Buffer, elem};
 use super::launch::{Work, address_type, grid, groups, wide, width, works};
+use super::rounding::cast;
 
 /// Multiplies all elements by `factor`, in place.
 ///
@@ -55,7 +56,7 @@ fn scale_kernel<E: Float, C: Float, N: Size>(
             let index = works[m].index(ABSOLUTE_POS);
             let buffer = &mut buffers[m];
             let scaled = Vector::<C, N>::cast_from(buffer[index]) * Vector::new(factor.get::<C>());
-            buffer[index] = Vector::cast_from(scaled);
+            buffer[index] = cast(scaled);
         }
     }
 }
@@ -68,7 +69,7 @@ mod tests {
     use super::*;
 
     proptest! {
-        #![proptest_config(ProptestConfig::with_cases(30))]
+        #![proptest_config(ProptestConfig::with_cases(24))]
 
         #[test]
         fn buffers_are_scaled_as_the_reference_does(

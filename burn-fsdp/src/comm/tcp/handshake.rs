@@ -49,8 +49,10 @@ impl Purpose {
 /// Why a handshake failed.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum HandshakeError {
-    #[error(transparent)]
-    Io(#[from] io::Error),
+    #[error("{0}")]
+    Io(io::Error),
+    #[error("it does not answer")]
+    Silent,
     #[error("what listens there is no process of a burn-fsdp job")]
     Stranger,
     #[error("it speaks version {0} of the protocol, this process version {VERSION}")]
@@ -59,6 +61,22 @@ pub(super) enum HandshakeError {
     Secret,
     #[error("{0}")]
     Refused(String),
+}
+
+impl From<io::Error> for HandshakeError {
+    fn from(error: io::Error) -> Self {
+        match error.kind() {
+            io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => Self::Silent,
+            _ => Self::Io(error),
+        }
+    }
+}
+
+impl HandshakeError {
+    /// Whether it may go better another time: the other side may only just be starting.
+    pub(super) fn is_passing(&self) -> bool {
+        matches!(self, Self::Io(_) | Self::Silent)
+    }
 }
 
 /// Asks to be let in, as the side that connects.

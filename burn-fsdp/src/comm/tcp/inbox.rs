@@ -124,17 +124,17 @@ impl Inbox {
         state.forget_if_done(key);
     }
 
-    /// Records the first failure; whether this was it.
-    pub(super) fn fail(&self, cause: FsdpError) -> bool {
+    /// Records the first failure. If this is it, calls `tell` before anybody here can know, and so
+    /// before this rank can say goodbye.
+    pub(super) fn fail(&self, cause: FsdpError, tell: impl FnOnce()) {
         let mut state = self.state.lock();
-        let first = state.failure.is_none();
-        if first {
+        if state.failure.is_none() {
+            tell();
             state.failure = Some(cause);
             self.failed.store(true, Ordering::Release);
         }
         drop(state);
         self.changed.notify_all();
-        first
     }
 
     pub(super) fn has_failed(&self) -> bool {

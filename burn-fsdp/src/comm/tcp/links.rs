@@ -157,9 +157,8 @@ impl Shared {
     /// The first failure is told to all, whoever told it to this rank: those who know it may end
     /// before they have told everyone.
     fn fail(&self, cause: FsdpError) {
-        if self.inbox.fail(cause.clone()) {
-            self.send_to_all(|| Frame::Failure(cause.clone()));
-        }
+        let failure = || Frame::Failure(cause.clone());
+        self.inbox.fail(cause.clone(), || self.send_to_all(failure));
     }
 
     /// Writes what is to be sent to a peer, until the goodbye.

@@ -28,6 +28,8 @@ const FIRST_PAUSE: Duration = Duration::from_millis(10);
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 /// How much longer than the store a rank waits for the store's answer.
 const GRACE: Duration = Duration::from_secs(10);
+/// How long a store that has failed stays, to tell the ranks that are late.
+const LINGER: Duration = Duration::from_secs(3);
 
 /// What a rank asks for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -103,11 +105,10 @@ impl Drop for Server {
     fn drop(&mut self) {
         let mut state = self.board.state.lock();
         let patience = match state.failure {
-            // They are being told.
-            Some(_) => GRACE,
+            Some(_) => LINGER,
             None => self.board.job.timeout,
         };
-        let is_needed = |state: &mut State| state.ranks.contains(&Presence::Here);
+        let is_needed = |state: &mut State| state.ranks.iter().any(|r| *r != Presence::Left);
         self.board
             .changed
             .wait_while_for(&mut state, is_needed, patience);
@@ -258,7 +259,7 @@ impl Store {
                         stream,
                     });
                 }
-                Err(HandshakeError::Io(error)) => error,
+                Err(error) if error.is_passing() => error,
                 Err(error) => return Err(job.error(error.to_string())),
             };
             if Instant::now() + pause >= deadline {

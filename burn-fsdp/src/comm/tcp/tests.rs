@@ -213,7 +213,7 @@ fn hosts_are_found_by_names_and_by_addresses_of_both_kinds() {
 #[test]
 fn different_calls_at_one_position_are_named_on_all_ranks() {
     let results = on_wires(3, |wire| {
-        numbers(&wire).unwrap();
+        numbers(&wire)?;
         let subject = ["a barrier", "a barrier", "a gather"][wire.rank()];
         let exchange = wire.start(call(subject), Outgoing::ToAll(Bytes::new()))?;
         let waited = exchange.wait();
@@ -307,7 +307,7 @@ fn a_rank_that_dies_is_named_by_all_others() {
 #[test]
 fn a_rank_that_has_returned_is_named_by_those_who_wait_for_it() {
     let results = on_wires(3, |wire| {
-        numbers(&wire).unwrap();
+        numbers(&wire)?;
         match wire.rank() {
             2 => Ok(Vec::new()),
             _ => numbers(&wire),
@@ -357,7 +357,7 @@ fn a_rank_that_panics_is_named_by_the_others() {
 #[test]
 fn a_wire_that_has_been_left_starts_nothing() {
     let results = on_wires(2, |wire| {
-        numbers(&wire).unwrap();
+        numbers(&wire)?;
         wire.leave();
         numbers(&wire)
     });
@@ -372,7 +372,7 @@ fn a_timeout_names_the_missing_ranks_and_what_all_called_last() {
     let job = TestJob::new(3, SHORT);
     let results = job.run(|rank| {
         let wire = job.connect(rank).unwrap();
-        numbers(&wire).unwrap();
+        numbers(&wire)?;
         match rank {
             0 => wire
                 .start(call("something more"), Outgoing::ToAll(Bytes::new()))?

@@ -3,29 +3,34 @@
 use std::path::PathBuf;
 
 use burn::prelude::*;
-use burn_fsdp::{FsdpConfig, MixedPrecisionPolicy, NonFinite};
+use burn_fsdp::{FsdpConfig, FsdpError, MixedPrecisionPolicy, NonFinite};
 use burn_fsdp_examples::gpt::GptConfig;
 use clap::{Parser, ValueEnum};
 
 use crate::data::{Corpus, Schedule};
+use crate::device::DeviceArg;
 
 /// No count is larger, so that sizes computed from them fit into a `usize`.
 const LARGEST: usize = 1_000_000;
 
 /// Trains a small GPT on Shakespeare's sonnets, character by character, with parameters, gradients and
-/// optimizer state sharded over ranks (threads of this process).
+/// optimizer state sharded over ranks: threads of this process, or processes if a launcher has started it.
 ///
 /// At the end it prints what each rank held, draws the loss curve and lets the model write a few lines.
 #[derive(Parser, Clone, Debug)]
 #[command(name = "train_gpt", version)]
 pub(crate) struct Args {
-    /// Ranks to shard over.
+    /// Ranks to shard over, as threads. A launcher (burn-fsdp run, torchrun, mpirun, srun) has its own number.
     #[arg(long, default_value_t = 2, value_parser = at_least_one, value_name = "N")]
     pub(crate) world_size: usize,
 
     /// Train one dense model on the same global batches instead, for comparison.
     #[arg(long)]
     pub(crate) single: bool,
+
+    /// Where to train; all but flex need the feature of their name.
+    #[arg(long, value_enum, default_value_t = DeviceArg::Flex)]
+    pub(crate) device: DeviceArg,
 
     /// Optimizer steps.
     #[arg(long, default_value_t = 300, value_parser = at_least_one, value_name = "N")]
@@ -134,6 +139,7 @@ impl Args {
         if samples.and_then(|n| n.checked_mul(self.seq)).is_none() {
             return Err("the run would read more characters than can be counted".into());
         }
+        self.device.device(0)?;
         if self.single && self.precision != Precision::F32 {
             return Err(
                 "--single trains in f32 only: mixed precision is a policy of the sharded model"
@@ -143,12 +149,14 @@ impl Args {
         Ok(())
     }
 
-    pub(crate) fn device(&self) -> Device {
-        let device = Device::flex().autodiff();
-        match self.no_checkpointing {
+    /// The device of a rank, by its number on its host.
+    pub(crate) fn device(&self, local_rank: usize) -> Result<Device, FsdpError> {
+        let device = self.device.device(local_rank).map_err(FsdpError::other)?;
+        let device = device.autodiff();
+        Ok(match self.no_checkpointing {
             false => device.gradient_checkpointing(),
             true => device,
-        }
+        })
     }
 
     pub(crate) fn model(&self, corpus: &Corpus) -> GptConfig {

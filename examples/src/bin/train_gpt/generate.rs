@@ -13,8 +13,7 @@ const LENGTH: usize = 240;
 const TEMPERATURE: f32 = 0.7;
 
 /// Continues the prompt one character at a time; the same seed and weights give the same text.
-pub(crate) fn generate(model: &Gpt, args: &Args, corpus: &Corpus) -> String {
-    let device = Device::flex();
+pub(crate) fn generate(model: &Gpt, args: &Args, corpus: &Corpus, device: &Device) -> String {
     let mut rng = Rng::new(args.seed, u64::MAX);
     let mut tokens = corpus.vocabulary.encode(PROMPT);
     // A text may have none of the prompt's characters, and the model needs one to start from.
@@ -27,7 +26,7 @@ pub(crate) fn generate(model: &Gpt, args: &Args, corpus: &Corpus) -> String {
             .map(|&token| token as i32)
             .collect();
         let time = context.len();
-        let context = Tensor::from_ints(TensorData::new(context, [1, time]), &device);
+        let context = Tensor::from_ints(TensorData::new(context, [1, time]), device);
         let logits = model.forward(context).slice(s![0, time - 1, ..]);
         let logits: Vec<f32> = logits.into_data_as::<f32>().iter().collect();
         tokens.push(choose(&logits, rng.uniform()));

@@ -4,6 +4,7 @@ mod args;
 mod checkpoints;
 mod data;
 mod dense;
+mod device;
 mod generate;
 mod plot;
 mod progress;
@@ -12,13 +13,13 @@ mod train;
 
 use std::process::ExitCode;
 
-use burn::prelude::*;
 use burn_fsdp::LaunchConfig;
 use clap::error::ErrorKind;
 use clap::{CommandFactory, Parser};
 
 use args::Args;
 use data::{Corpus, SONNETS};
+use train::Outcome;
 
 // Ranks that are threads contend for page faults when every large tensor is mapped and unmapped.
 #[global_allocator]
@@ -43,22 +44,31 @@ fn main() -> ExitCode {
 
 fn run(args: &Args, corpus: &Corpus) -> Result<(), Box<dyn std::error::Error>> {
     plot::prepare(&args.out)?;
-    // One generator serves the whole process: seed it before the ranks start, not in each of them.
-    Device::flex().seed(args.seed);
+    // One generator serves a device and all ranks on it: seed it before they start, not in each of them.
+    // Rank 0 draws all weights.
+    args.device(0)?.seed(args.seed);
     // The dense run is launched too, so that both can be given the same number of threads.
     let ranks = if args.single { 1 } else { args.world_size };
     let mut launch = LaunchConfig::new(ranks);
     if let Some(threads) = args.threads_per_rank {
         launch = launch.with_threads_per_rank(threads);
     }
-    let outcomes = launch.launch(|group| match args.single {
-        true => train::train_dense(args, corpus),
-        false => train::train_sharded(args, corpus, &group),
+    let outcomes = launch.launch_or_join(|group| match args.single {
+        true => train::train_dense(args, corpus, &group),
+        false => {
+            let world_size = group.world_size();
+            let args = Args {
+                world_size,
+                ..args.clone()
+            };
+            train::train_sharded(&args, corpus, &group)
+        }
     })?;
 
-    report::print(args, &outcomes);
-    if let Some(first) = outcomes.first() {
-        let picture = plot::save(&args.out, &title(args), &first.records)?;
+    // Of ranks that are processes, one speaks for all.
+    if let Some(first) = outcomes.first().filter(|outcome| outcome.rank == 0) {
+        report::print(args, first);
+        let picture = plot::save(&args.out, &title(args, first), &first.records)?;
         println!("loss curve          {}", picture.display());
         if let Some(sample) = &first.sample {
             println!("\n{}", sample.trim_start());
@@ -67,12 +77,12 @@ fn run(args: &Args, corpus: &Corpus) -> Result<(), Box<dyn std::error::Error>> {
     Ok(())
 }
 
-fn title(args: &Args) -> String {
+fn title(args: &Args, outcome: &Outcome) -> String {
     match args.single {
         true => "GPT on Shakespeare's sonnets, dense".into(),
         false => format!(
             "GPT on Shakespeare's sonnets, sharded over {} ranks",
-            args.world_size
+            outcome.held.len()
         ),
     }
 }

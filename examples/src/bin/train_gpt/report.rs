@@ -9,40 +9,36 @@ use crate::train::Outcome;
 /// How many of the last steps the final loss is the mean of: a single batch's loss jumps about.
 const LAST: usize = 10;
 
-pub(crate) fn print(args: &Args, outcomes: &[Outcome]) {
-    let Some(first) = outcomes.first() else {
-        return;
-    };
+pub(crate) fn print(args: &Args, outcome: &Outcome) {
     println!();
     println!("rank   parameters held   peak unsharded");
-    for (rank, outcome) in outcomes.iter().enumerate() {
+    for (rank, held) in outcome.held.iter().enumerate() {
         let unsharded = match args.single {
             true => "(all of it)".into(),
-            false => bytes(outcome.peak_unsharded_bytes),
+            false => bytes(held.peak_unsharded),
         };
-        println!(
-            "{rank:>4}   {:>15}   {unsharded:>14}",
-            bytes(outcome.shard_bytes)
-        );
+        println!("{rank:>4}   {:>15}   {unsharded:>14}", bytes(held.shards));
     }
     let peak = peak_rss().map_or("unknown".into(), bytes);
     println!();
-    println!("parameters          {:>12}", first.parameters);
-    println!("peak process memory {peak:>12}   all ranks, activations and optimizer included");
+    println!("parameters          {:>12}", outcome.parameters);
     println!(
-        "speed               {:>12.0}   tokens/s",
-        speed(args, first)
+        "peak process memory {peak:>12}   activations, optimizer and all ranks of the process included"
     );
+    println!("speed               {:>12.0}   tokens/s", speed(outcome));
     println!(
         "loss                {:>12.4}   mean of the last {} steps; {:.4} at the first",
-        final_loss(first),
-        first.records.len().min(LAST),
-        first.records.first().map_or(f64::NAN, |record| record.loss),
+        final_loss(outcome),
+        outcome.records.len().min(LAST),
+        outcome
+            .records
+            .first()
+            .map_or(f64::NAN, |record| record.loss),
     );
 }
 
-fn speed(args: &Args, outcome: &Outcome) -> f64 {
-    let tokens = args.tokens_per_step() * outcome.records.len();
+fn speed(outcome: &Outcome) -> f64 {
+    let tokens = outcome.tokens_per_step * outcome.records.len();
     outcome
         .records
         .last()

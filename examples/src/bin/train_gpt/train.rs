@@ -5,7 +5,9 @@
 
 use burn::optim::{AdamWConfig, GradientsAccumulator, GradientsParams};
 use burn::prelude::*;
-use burn_fsdp::{DeviceMesh, FsdpModule, FullyShard, NormType, ProcessGroup, ReduceOp, Result};
+use burn_fsdp::{
+    DeviceMesh, FsdpError, FsdpModule, FullyShard, NormType, ProcessGroup, ReduceOp, Result,
+};
 use burn_fsdp_examples::gpt::Gpt;
 
 use crate::args::Args;
@@ -18,17 +20,48 @@ use crate::progress::{Progress, Record};
 /// What one rank has to tell at the end.
 #[derive(Debug)]
 pub(crate) struct Outcome {
+    pub(crate) rank: usize,
     pub(crate) records: Vec<Record>,
     pub(crate) parameters: usize,
-    pub(crate) shard_bytes: usize,
-    /// Most bytes of gathered parameters at any one time.
-    pub(crate) peak_unsharded_bytes: usize,
+    pub(crate) tokens_per_step: usize,
+    /// What each rank held.
+    pub(crate) held: Vec<Held>,
     /// Text written by the trained model, unless nobody will read it.
     pub(crate) sample: Option<String>,
 }
 
-pub(crate) fn train_dense(args: &Args, corpus: &Corpus) -> Result<Outcome> {
-    let device = args.device();
+/// Bytes that a rank held of the model.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Held {
+    pub(crate) shards: usize,
+    /// Most of gathered parameters at any one time.
+    pub(crate) peak_unsharded: usize,
+}
+
+impl Held {
+    fn on_all_ranks(self, group: &ProcessGroup) -> Result<Vec<Self>> {
+        let numbers = [self.shards, self.peak_unsharded];
+        let own = numbers.iter().flat_map(|number| number.to_le_bytes());
+        let all = group.all_gather_bytes(own.collect())?;
+        let number = |bytes: &[u8]| {
+            let bytes = bytes.try_into().expect("a number is as long on all ranks");
+            usize::from_le_bytes(bytes)
+        };
+        let held = all.iter().map(|bytes| Self {
+            shards: number(&bytes[..8]),
+            peak_unsharded: number(&bytes[8..]),
+        });
+        Ok(held.collect())
+    }
+}
+
+pub(crate) fn train_dense(args: &Args, corpus: &Corpus, group: &ProcessGroup) -> Result<Outcome> {
+    if group.world_size() > 1 {
+        return Err(FsdpError::other(
+            "--single trains one dense model: start it by itself, not by a launcher of several ranks",
+        ));
+    }
+    let device = args.device(group.local_rank())?;
     let mut model = args.model(corpus).init(&device);
     dense::initialize(&model);
     let mut optim = AdamWConfig::new().init();
@@ -53,16 +86,21 @@ pub(crate) fn train_dense(args: &Args, corpus: &Corpus) -> Result<Outcome> {
 
     let parameters = model.num_params();
     Ok(Outcome {
+        rank: 0,
         records: progress.finish(),
         parameters,
-        shard_bytes: parameters * size_of::<f32>(),
-        peak_unsharded_bytes: 0,
-        sample: (!args.quiet).then(|| generate(&model.valid(), args, corpus)),
+        tokens_per_step: args.tokens_per_step(),
+        held: vec![Held {
+            shards: parameters * size_of::<f32>(),
+            peak_unsharded: 0,
+        }],
+        sample: (!args.quiet)
+            .then(|| generate(&model.valid(), args, corpus, &device.clone().inner())),
     })
 }
 
 pub(crate) fn train_sharded(args: &Args, corpus: &Corpus, group: &ProcessGroup) -> Result<Outcome> {
-    let device = args.device();
+    let device = args.device(group.local_rank())?;
     let mesh = DeviceMesh::shard(group);
     let mut model = args
         .model(corpus)
@@ -89,19 +127,25 @@ pub(crate) fn train_sharded(args: &Args, corpus: &Corpus, group: &ProcessGroup) 
         }
         let (grads, norm) = clip_grad_norm(&model, grads, args.clip)?;
         model = model.step(&mut optim, args.learning_rate(step), grads)?;
-        progress.step(mean_over_ranks(group, step_loss)?, norm);
+        progress.step(mean_over_ranks(group, step_loss, &device)?, norm);
         checkpoints.after_step(&model, &optim, progress.records())?;
     }
     checkpoints.finish()?;
 
     let memory = model.memory();
+    let held = Held {
+        shards: memory.shard_bytes,
+        peak_unsharded: memory.peak_unsharded_bytes,
+    };
     Ok(Outcome {
+        rank: group.rank(),
         records: progress.finish(),
         parameters: model.num_params(),
-        shard_bytes: memory.shard_bytes,
-        peak_unsharded_bytes: memory.peak_unsharded_bytes,
+        tokens_per_step: args.tokens_per_step(),
+        held: held.on_all_ranks(group)?,
         // Every rank takes part: the forward pass gathers the parameters from all of them.
-        sample: (!args.quiet).then(|| generate(&model.valid(), args, corpus)),
+        sample: (!args.quiet)
+            .then(|| generate(&model.valid(), args, corpus, &device.clone().inner())),
     })
 }
 
@@ -118,8 +162,8 @@ fn clip_grad_norm(
 }
 
 /// The loss of the global batch: each rank only knows that of its own part.
-fn mean_over_ranks(group: &ProcessGroup, value: f64) -> Result<f64> {
-    let value = Tensor::<1>::from_floats([value as f32], &Device::flex());
+fn mean_over_ranks(group: &ProcessGroup, value: f64, device: &Device) -> Result<f64> {
+    let value = Tensor::<1>::from_floats([value as f32], &device.clone().inner());
     Ok(group
         .all_reduce(value, ReduceOp::Mean)?
         .into_scalar::<f64>())
