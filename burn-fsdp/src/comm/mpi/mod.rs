@@ -14,10 +14,10 @@
 //!
 //! # Note: headers by messages, payloads by collectives
 //!
-//! The payload of an exchange is one non-blocking collective: `MPI_Iallgatherv` of messages to all,
-//! `MPI_Ialltoallw` of those to each, which moves them from where they lie. MPI neither notices if
-//! ranks call different ones nor says who is missing. So ranks first send each other headers, as
-//! single messages on a communicator of their own. A collective of headers would be fewer messages,
+//! The payload of an exchange is one non-blocking collective: `MPI_Iallgatherv` if all ranks send to
+//! all, `MPI_Ialltoallw`, which moves messages from where they lie, if any sends to each. MPI neither
+//! notices if ranks call different ones nor says who is missing. So ranks first send each other
+//! headers, as single messages on a communicator of their own. A collective of headers would be fewer messages,
 //! but it tells nothing until it is complete: with messages a rank that waits knows who has come
 //! and what everyone called last, a mismatch is seen without those that never come, and what a rank
 //! has sent before it ended is known to be all. Collectives are posted in the order of the rounds,

@@ -192,8 +192,8 @@ impl Progress {
         self.world.size()
     }
 
-    /// Works until all ranks have dropped their handles, or, after a failure, until this one has and
-    /// the others have been told.
+    /// Works until all ranks have left, or, after a failure, until this one has and the others have
+    /// had time to.
     pub(super) fn run(mut self) {
         while !self.is_over() {
             let turn = self.turn();
@@ -224,7 +224,10 @@ impl Progress {
         eventful |= self.post_complete_rounds()?;
         eventful |= self.collect_results()?;
         self.look_for_the_lost()?;
-        self.quiet_turns = if eventful { 0 } else { self.quiet_turns + 1 };
+        self.quiet_turns = match eventful {
+            true => 0,
+            false => self.quiet_turns.saturating_add(1),
+        };
         Ok(())
     }
 
