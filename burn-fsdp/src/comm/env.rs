@@ -125,6 +125,12 @@ impl JobEnv {
         if port == 0 {
             return Err(FsdpError::argument("MASTER_PORT is 0, which is no port"));
         }
+        // torchrun's own store listens at the port that it tells, unless it leaves that to rank 0.
+        let is_taken = vars.text("TORCHELASTIC_USE_AGENT_STORE")?.as_deref() == Some("True");
+        let port = match is_taken {
+            true => port.checked_add(1).unwrap_or(port - 1),
+            false => port,
+        };
         let secret = vars.text("BURN_FSDP_SECRET")?;
         let secret = secret.unwrap_or_else(|| format!("job {} at {addr}:{port}", seat.job));
         Ok(Self {
@@ -441,6 +447,17 @@ mod tests {
             rank("RANK=0 WORLD_SIZE=1 BURN_FSDP_SECRET=hush").secret,
             "hush"
         );
+    }
+
+    #[test]
+    fn the_port_beside_the_one_that_torchrun_itself_listens_at_is_taken() {
+        let port = |own: u16, store: &str| {
+            let vars = format!("RANK=0 WORLD_SIZE=1 MASTER_PORT={own}");
+            rank(&format!("{vars} TORCHELASTIC_USE_AGENT_STORE={store}")).master_port
+        };
+        assert_eq!(port(29500, "True"), 29501);
+        assert_eq!(port(65535, "True"), 65534);
+        assert_eq!(port(29500, "False"), 29500);
     }
 
     #[test]

@@ -73,7 +73,10 @@ impl LaunchConfig {
 impl ProcessGroup {
     /// The group of all ranks of the job that a launcher has started this process for.
     ///
-    /// All processes of the job must call this, once. It returns when all are connected.
+    /// All processes of the job must call this, once. It returns when all are connected: over MPI
+    /// under `mpirun`, if this program is built with the feature `mpi`, else over TCP. With
+    /// `BURN_FSDP_DEVICE=cuda` and the feature `cuda`, tensors then go over NCCL, between the GPUs
+    /// that the ranks' local numbers name.
     /// [`launch_from_env`] does the same and more; with this alone, a rank that returns or panics is
     /// known to the others once the last handle of the group is dropped.
     ///
@@ -108,9 +111,14 @@ fn connect(env: &JobEnv, timeout: Duration) -> Result<ProcessGroup> {
         by(env.launcher),
         env.local_rank
     );
-    log::info!("{description}");
-    let local_rank = env.local_rank;
-    Ok(ProcessGroup::new(engine, description, device, local_rank))
+    let group = ProcessGroup::new(engine, description, device, env.local_rank);
+    #[cfg(feature = "cuda")]
+    let group = match env.device.as_deref() {
+        Some("cuda") => group.nccl(&group.device())?,
+        _ => group,
+    };
+    log::info!("{}", group.description());
+    Ok(group)
 }
 
 fn by(launcher: Launcher) -> &'static str {
@@ -140,7 +148,8 @@ fn choose_engine(env: &JobEnv, timeout: Duration) -> Result<(&'static str, Arc<d
     Ok(("tcp", Arc::new(engine)))
 }
 
-/// The host's memory, unless the user wants another device.
+/// The host's memory, unless `BURN_FSDP_DEVICE` asks for GPUs: then a GPU for each rank of the host,
+/// and NCCL between them.
 fn choose_device(env: &JobEnv) -> Result<Device> {
     match env.device.as_deref() {
         None | Some("cpu") => Ok(Device::flex()),

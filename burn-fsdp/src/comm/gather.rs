@@ -47,6 +47,7 @@ impl GatherSpace {
     /// # Safety
     ///
     /// All ranks must have contributed.
+    #[cfg_attr(not(feature = "cube"), allow(unused_variables))]
     pub(super) unsafe fn finish(
         &self,
         expected: Vec<Expected>,
@@ -151,8 +152,12 @@ impl HostGather {
     /// All ranks must have contributed.
     unsafe fn finish(&self, expected: Vec<Expected>) -> Gathered {
         let mut buffers = self.0.iter();
+        let mut guards = Vec::new();
         let finish = |expected| match expected {
-            Expected::Whole { tensor, .. } => *tensor,
+            Expected::Whole { tensor, counted } => {
+                guards.extend(counted);
+                *tensor
+            }
             Expected::Split {
                 len,
                 dtype,
@@ -166,9 +171,10 @@ impl HostGather {
                 host::from_bytes(filled.into_bytes(), len, dtype)
             }
         };
+        let tensors = expected.into_iter().map(finish).collect();
         Gathered {
-            tensors: expected.into_iter().map(finish).collect(),
-            _counted: Vec::new(),
+            tensors,
+            _counted: guards,
         }
     }
 }

@@ -125,6 +125,7 @@ impl Engine for LocalEngine {
         }))
     }
 
+    #[cfg_attr(not(feature = "cube"), allow(unused_variables))]
     fn reduce(
         &self,
         call: Call,

@@ -1,6 +1,8 @@
 //! Where to train.
 
 use burn::prelude::*;
+#[cfg(feature = "cuda")]
+use burn_fsdp::{ProcessGroup, Result};
 use clap::ValueEnum;
 
 /// A kind of device. All but the first need the feature of their name.
@@ -20,7 +22,7 @@ pub(crate) enum DeviceArg {
 
 impl DeviceArg {
     /// The device for a rank, by its number on its host; the reason if this build has none.
-    pub(crate) fn device(self, local_rank: usize) -> Result<Device, String> {
+    pub(crate) fn device(self, local_rank: usize) -> std::result::Result<Device, String> {
         // Only runtimes with several devices look at it.
         let _ = local_rank;
         match self {
@@ -51,9 +53,21 @@ impl DeviceArg {
     }
 }
 
+/// The group to train with: over NCCL if every rank has a GPU of its own, else as it is.
+#[cfg(feature = "cuda")]
+pub(crate) fn over_nccl(group: &ProcessGroup, device: &Device) -> Result<ProcessGroup> {
+    let gpus = Device::enumerate(burn::tensor::DeviceType::Cuda);
+    let has_own = group.local_rank() < gpus.into_vec().len();
+    let all = group.all_gather_bytes(vec![has_own.into()])?;
+    match all.iter().all(|has_own| has_own == &[1]) {
+        true => group.nccl(device),
+        false => Ok(group.clone()),
+    }
+}
+
 /// Ranks take the host's devices in turn: with more ranks than devices, several share one.
 #[cfg(any(feature = "cuda", feature = "rocm"))]
-fn nth_of(kind: burn::tensor::DeviceType, local_rank: usize) -> Result<usize, String> {
+fn nth_of(kind: burn::tensor::DeviceType, local_rank: usize) -> std::result::Result<usize, String> {
     let none = format!("no {kind:?} device is there");
     match Device::enumerate(kind).into_vec().len() {
         0 => Err(none),

@@ -14,6 +14,8 @@ use crate::args::Args;
 use crate::checkpoints::Checkpoints;
 use crate::data::Corpus;
 use crate::dense;
+#[cfg(feature = "cuda")]
+use crate::device::{DeviceArg, over_nccl};
 use crate::generate::generate;
 use crate::progress::{Progress, Record};
 
@@ -101,6 +103,11 @@ pub(crate) fn train_dense(args: &Args, corpus: &Corpus, group: &ProcessGroup) ->
 
 pub(crate) fn train_sharded(args: &Args, corpus: &Corpus, group: &ProcessGroup) -> Result<Outcome> {
     let device = args.device(group.local_rank())?;
+    #[cfg(feature = "cuda")]
+    let group = &match args.device {
+        DeviceArg::Cuda => over_nccl(group, &device.clone().inner())?,
+        _ => group.clone(),
+    };
     let mesh = DeviceMesh::shard(group);
     let mut model = args
         .model(corpus)

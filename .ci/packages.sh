@@ -1,0 +1,5 @@
+#!/usr/bin/env bash
+# What MPI needs to be built, on Debian.
+set -euo pipefail
+apt-get update
+apt-get install -y --no-install-recommends libopenmpi-dev openmpi-bin libclang-dev
