@@ -6,65 +6,31 @@
 use std::sync::Arc;
 
 use burn::backend::CubeDevice;
-use burn::tensor::{DType, Tensor};
+use burn::tensor::Tensor;
 
+use super::bundle::Bundle;
 use super::cube::{DeviceBuffer, buffer_of, tensor_of};
-use super::cube_gather::by_dtype;
 use super::rendezvous::Seat;
 use super::{Call, ReduceInput};
 use crate::Result;
-use crate::kernels::{self, Buffer, Packing};
-use crate::placement::ShardLayout;
+use crate::kernels::{self, Buffer};
 use crate::reduction::Reduction;
 
-/// The tensors that are reduced in one dtype and placed alike, one after another.
-struct Flat {
-    reduce_dtype: DType,
-    is_whole: bool,
-    /// Their places among all inputs.
-    members: Vec<usize>,
-    packing: Packing,
-}
-
-impl Flat {
-    fn all(inputs: &[ReduceInput]) -> Vec<Self> {
-        let key = |i: usize| (inputs[i].reduce_dtype, inputs[i].layout.is_whole());
-        let flat = |((reduce_dtype, is_whole), members): ((DType, bool), Vec<usize>)| {
-            let layouts = members.iter().map(|&i| match is_whole {
-                // One slot for all ranks.
-                true => inputs[i].layout.with_world_size(1),
-                false => inputs[i].layout.clone(),
-            });
-            Self {
-                reduce_dtype,
-                is_whole,
-                packing: Packing::new(&layouts.collect::<Vec<ShardLayout>>()),
-                members,
-            }
-        };
-        by_dtype(0..inputs.len(), key)
-            .into_iter()
-            .map(flat)
-            .collect()
-    }
-
+impl Bundle {
     /// This rank's gradients, packed into all slots.
     fn pack(
         &self,
         inputs: &[ReduceInput],
         pre_divide: f64,
-        world_size: usize,
         device: &CubeDevice,
     ) -> Result<DeviceBuffer> {
-        let slots = if self.is_whole { 1 } else { world_size };
         let gradients = self.members.iter().map(|&i| {
             let buffer = inputs[i].contribution.clone().map(buffer_of).transpose()?;
             Ok(buffer.map(|buffer| buffer.on(device)))
         });
         let gradients = gradients.collect::<Result<Vec<_>>>()?;
         let client = device.client();
-        let len = slots * self.packing.shard_len();
-        let buffer = Buffer::empty(&client, len, self.reduce_dtype);
+        let buffer = Buffer::empty(&client, self.slots_len(), self.dtype);
         kernels::pack_gradients(&client, &self.packing, &gradients, &buffer, pre_divide);
         Ok(DeviceBuffer {
             buffer,
@@ -82,12 +48,9 @@ impl Flat {
         device: &CubeDevice,
     ) -> Vec<Buffer> {
         let client = device.client();
-        let wide = match self.reduce_dtype {
-            DType::F64 => DType::F64,
-            _ => DType::F32,
-        };
+        let wide = kernels::wide([self.dtype]);
         let total = Buffer::empty(&client, self.packing.shard_len(), wide);
-        let slot = self.packing.slot(if self.is_whole { 0 } else { rank });
+        let slot = self.slot(rank);
         for (i, part) in parts.enumerate() {
             let part = DeviceBuffer {
                 buffer: part.buffer.range(slot.clone()),
@@ -102,7 +65,7 @@ impl Flat {
             Buffer::empty(&client, layout.shard_len(), *out_dtype)
         };
         let shards: Vec<_> = self.members.iter().map(shard).collect();
-        let (via, post_divide) = (self.reduce_dtype, reduction.post_divide);
+        let (via, post_divide) = (self.dtype, reduction.post_divide);
         kernels::finish(
             &client,
             &self.packing,
@@ -124,20 +87,21 @@ pub(super) fn reduce(
     reduction: &Reduction,
     device: &CubeDevice,
 ) -> Result<Vec<Tensor<1>>> {
-    let flats = Flat::all(inputs);
-    let pack = |flat: &Flat| flat.pack(inputs, reduction.pre_divide, seat.group.size(), device);
-    let own = flats.iter().map(pack).collect::<Result<Vec<_>>>()?;
+    let kinds = inputs.iter().enumerate();
+    let bundles = Bundle::all(kinds.map(|(i, input)| (i, &input.layout, input.reduce_dtype)));
+    let pack = |bundle: &Bundle| bundle.pack(inputs, reduction.pre_divide, device);
+    let own = bundles.iter().map(pack).collect::<Result<Vec<_>>>()?;
     let all: Vec<Arc<Vec<DeviceBuffer>>> = seat.rendezvous(call, own)?;
     let mut reduced: Vec<_> = inputs.iter().map(|_| None).collect();
-    for (nth, flat) in flats.iter().enumerate() {
+    for (nth, bundle) in bundles.iter().enumerate() {
         let parts = all.iter().map(|slots| &slots[nth]);
-        let shards = flat.combine(inputs, parts, reduction, seat.rank, device);
-        for (&i, shard) in flat.members.iter().zip(shards) {
+        let shards = bundle.combine(inputs, parts, reduction, seat.rank, device);
+        for (&i, shard) in bundle.members.iter().zip(shards) {
             reduced[i] = Some(tensor_of(shard, device));
         }
     }
     let reduced = reduced.into_iter();
     Ok(reduced
-        .map(|shard| shard.expect("every input is in a flat"))
+        .map(|shard| shard.expect("every input is in a bundle"))
         .collect())
 }

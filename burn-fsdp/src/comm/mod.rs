@@ -12,6 +12,8 @@
 //! at once if it waits in one. Every wait has a timeout.
 
 mod buffer;
+#[cfg(feature = "cube")]
+mod bundle;
 mod cause;
 #[cfg(feature = "cube")]
 pub(crate) mod cube;

@@ -57,7 +57,7 @@ pub(super) fn width(client: &Client, dtypes: &[DType], lens: &[usize]) -> usize 
 }
 
 /// The dtype of arithmetic on values of these.
-pub(super) fn wide(dtypes: impl IntoIterator<Item = DType>) -> DType {
+pub(crate) fn wide(dtypes: impl IntoIterator<Item = DType>) -> DType {
     let mut dtypes = dtypes.into_iter();
     if dtypes.any(|dtype| dtype == DType::F64) {
         DType::F64

@@ -32,6 +32,7 @@ mod unpack;
 
 pub(crate) use buffer::Buffer;
 pub(crate) use gradients::{combine, finish};
+pub(crate) use launch::wide;
 pub(crate) use norm::{max_abs, sum_abs, sum_of_squares};
 pub(crate) use pack::{pack, pack_gradients};
 pub(crate) use packing::Packing;

@@ -31,10 +31,10 @@ use cudarc::driver::sys::{
 };
 use parking_lot::Mutex;
 
-use super::bundle::Bundle;
 use super::communicator::{self, Communicator, Elements};
 use super::driver::{Collective, Driver, Outcome, Stream, UniqueId};
 use super::library;
+use crate::comm::bundle::Bundle;
 use crate::comm::cube::{buffer_of, device_of, tensor_of};
 use crate::kernels::{self, Buffer, Rounding};
 use crate::{FsdpError, Result};

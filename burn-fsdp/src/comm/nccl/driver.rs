@@ -5,8 +5,8 @@ use std::ops::Range;
 
 use burn::tensor::{DType, Tensor};
 
-use super::bundle::Bundle;
 use crate::Result;
+use crate::comm::bundle::Bundle;
 
 /// A queue of a device. Operations on one run in the order they were queued in; those on different
 /// ones in any order, but for [`Driver::wait`].

@@ -22,10 +22,10 @@ use burn::tensor::{DType, Device, Tensor};
 use bytes::Bytes;
 use parking_lot::Mutex;
 
-use super::bundle::Bundle;
 use super::driver::{Collective, Driver, NcclOp, Stream};
 use super::join::patiently;
 use super::watch::{Flight, Watched};
+use crate::comm::bundle::Bundle;
 use crate::comm::wire::{Outgoing, Wire};
 use crate::comm::{
     Call, Engine, GatherInput, GatherKey, GatherSource, GatherWork, Gathered, ReduceInput,

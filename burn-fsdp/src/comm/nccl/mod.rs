@@ -4,7 +4,6 @@
 //! they are tested without either, on devices that run what is queued in any order that is allowed
 //! and object to what is not.
 
-mod bundle;
 #[cfg(feature = "cuda")]
 mod communicator;
 #[cfg(feature = "cuda")]

@@ -4,7 +4,7 @@
 
 use burn::tensor::{DType, bf16, f16};
 
-use crate::comm::nccl::bundle::Bundle;
+use crate::comm::bundle::Bundle;
 use crate::comm::nccl::driver::NcclOp;
 use crate::placement::ShardLayout;
 

@@ -14,9 +14,9 @@ use burn::tensor::{AllocationProperty, Bytes, DType, Tensor, TensorData};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use self::sim::{EventState, MemoryId, Op, Place, Sim};
-use super::bundle::Bundle;
 use super::driver::{Collective, Driver, Outcome, Stream, UniqueId};
 use crate::Result;
+use crate::comm::bundle::Bundle;
 use crate::comm::host;
 
 /// Longest wait for a device, so that a test ends in any case.

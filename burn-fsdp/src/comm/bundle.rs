@@ -1,8 +1,9 @@
+//! Tensors of a collective that share a buffer on a device.
+
 use std::ops::Range;
 
 use burn::tensor::DType;
 
-use crate::comm::cube_gather::by_dtype;
 use crate::kernels::Packing;
 use crate::placement::ShardLayout;
 
@@ -58,6 +59,22 @@ impl Bundle {
     pub(super) fn slot(&self, rank: usize) -> Range<usize> {
         self.packing.slot(if self.is_whole { 0 } else { rank })
     }
+}
+
+/// Groups places by the dtype of what is there, in the order in which dtypes first occur.
+fn by_dtype<K: PartialEq>(
+    places: impl Iterator<Item = usize>,
+    key: impl Fn(usize) -> K,
+) -> Vec<(K, Vec<usize>)> {
+    let mut groups: Vec<(K, Vec<usize>)> = Vec::new();
+    for place in places {
+        let key = key(place);
+        match groups.iter_mut().find(|(of, _)| *of == key) {
+            Some((_, places)) => places.push(place),
+            None => groups.push((key, vec![place])),
+        }
+    }
+    groups
 }
 
 #[cfg(test)]
