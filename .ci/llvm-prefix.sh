@@ -13,8 +13,13 @@ if [ ! -x "$config" ]; then
     apt-get update >&2
     apt-get install -y --no-install-recommends llvm-22-dev libpolly-22-dev libzstd-dev >&2
 fi
+installed=$prefix/.tracel-llvm-installed
+# Left alone once made: what is newer than the last build makes cargo build all of CubeCL again.
+if [ -e "$installed" ]; then
+    echo "$root"
+    exit
+fi
 mkdir -p "$prefix/bin"
-touch "$prefix/.tracel-llvm-installed"
 # Debian's llvm-config names a z3 by its path where the linker wants a flag.
 cat >"$prefix/bin/llvm-config" <<WRAPPER
 #!/bin/sh
@@ -23,4 +28,5 @@ case "\$*" in *--system-libs*) out=\$(echo "\$out" | sed -E 's#/usr/lib/[^ ]*/li
 echo "\$out"
 WRAPPER
 chmod +x "$prefix/bin/llvm-config"
+touch "$installed"
 echo "$root"
