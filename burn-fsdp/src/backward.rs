@@ -54,11 +54,19 @@ impl<M: Module> FsdpModule<M> {
         if gradients.is_empty() {
             return;
         }
-        let place = |g: UnitGradient| ((g.unit, g.reduced.member), g.reduced.gradient);
+        let mut sums = HashMap::<_, Tensor<1>>::new();
+        for UnitGradient { unit, reduced } in gradients {
+            let place = (unit, reduced.member);
+            let sum = match sums.remove(&place) {
+                Some(earlier) => earlier + reduced.gradient,
+                None => reduced.gradient,
+            };
+            sums.insert(place, sum);
+        }
         self.visit(&mut AddGradients {
             module: self,
             path: PathStack::default(),
-            gradients: gradients.into_iter().map(place).collect(),
+            gradients: sums,
             grads,
         });
     }

@@ -5,9 +5,17 @@
 //! A unit stays unsharded until another is asked for, not until its last use: a recurrent network
 //! uses it at every time step. The root stays from its first use until its gradients are reduced.
 //! With the next unit gathered ahead, that makes two units and the root at most.
+//!
+//! # Note: reductions under way
+//!
+//! In `FsdpModule::backward` a unit's reduction goes on while backward computes the gradients of the
+//! next, and is waited for when that is reduced, so that the memory of one is held at a time; with
+//! copies of the model, of one between the shard ranks and one between the copies. A plain
+//! `loss.backward()` has no end where the last could be waited for, so there none is under way.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::hash::{DefaultHasher, Hash, Hasher};
+use std::ops::ControlFlow;
 use std::sync::Arc;
 
 use burn::backend::autodiff::NodeId;
@@ -17,7 +25,7 @@ use crate::Result;
 use crate::board::{AfterForward, Context, UnitSpec};
 use crate::comm::Call;
 use crate::plan::ROOT;
-use crate::unit::{Reduced, Unit, Which};
+use crate::unit::{Reduced, Reducing, Unit, Which};
 
 /// Something a unit did, for those who want to see the order. See
 /// [`FsdpModule::record_events`](crate::FsdpModule::record_events).
@@ -180,6 +188,10 @@ pub(crate) struct Schedule {
     pub(crate) held: u64,
     /// Units whose hand-outs differ between ranks in the backward under way.
     pub(crate) deferred: Vec<bool>,
+    /// Reductions under way, with their units, in the order they were started in.
+    reducing: VecDeque<(usize, Reducing)>,
+    /// What has been reduced in the backward under way.
+    reduced: Vec<UnitGradient>,
     pub(crate) events: Option<Vec<Event>>,
 }
 
@@ -206,6 +218,8 @@ impl Schedule {
             order: Vec::new(),
             agreed: false,
             held: 0,
+            reducing: VecDeque::new(),
+            reduced: Vec::new(),
             events: None,
         }
     }
@@ -223,6 +237,9 @@ impl Schedule {
         self.order.clear();
         self.agreed = false;
         self.deferred.fill(false);
+        // Those of a backward that has failed.
+        self.reducing.clear();
+        self.reduced.clear();
         for unit in &mut self.units {
             if unit.drop_stale() {
                 log::warn!(
@@ -381,22 +398,46 @@ impl Schedule {
         }
     }
 
-    pub(crate) fn reduce(
+    /// Starts to reduce these gradients of a unit. Reductions under way go on first.
+    pub(crate) fn start_reduce(
         &mut self,
         unit: usize,
         passes: &[u64],
         members: &[usize],
         pass: Option<u64>,
         context: &Context,
-    ) -> Result<Vec<Reduced>> {
+    ) -> Result<()> {
+        self.go_on_reducing(context)?;
         let which = Which {
             pass: pass.map(|pass| pass.wrapping_sub(self.first_pass)),
             module: context.module,
             all_reduce: self.switches.all_reduce,
         };
-        let reduced = self.units[unit].reduce(context, passes, members, which)?;
+        let reducing = self.units[unit].start_reduce(context, passes, members, which)?;
+        self.reducing.push_back((unit, reducing));
         self.record(unit, |unit| Event::Reduce { unit });
-        Ok(reduced)
+        Ok(())
+    }
+
+    fn go_on_reducing(&mut self, context: &Context) -> Result<()> {
+        for (unit, reducing) in std::mem::take(&mut self.reducing) {
+            match self.units[unit].go_on_reducing(context, reducing)? {
+                ControlFlow::Continue(reducing) => self.reducing.push_back((unit, reducing)),
+                ControlFlow::Break(reduced) => {
+                    let with_unit = |reduced| UnitGradient { unit, reduced };
+                    self.reduced.extend(reduced.into_iter().map(with_unit));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Ends all reductions; what has been reduced since this was called last.
+    pub(crate) fn take_reduced(&mut self, context: &Context) -> Result<Vec<UnitGradient>> {
+        while !self.reducing.is_empty() {
+            self.go_on_reducing(context)?;
+        }
+        Ok(std::mem::take(&mut self.reduced))
     }
 
     /// What ranks compare before backward.
@@ -434,7 +475,10 @@ impl Schedule {
         hasher.finish()
     }
 
+    /// Reduces every gradient that is left, in one order on all ranks; all gradients of this backward.
     pub(crate) fn reduce_rest(&mut self, context: &Context) -> Result<Vec<UnitGradient>> {
+        // What is left shows when they have ended.
+        let mut gradients = self.take_reduced(context)?;
         let all_reduce = self.switches.all_reduce;
         let has: Vec<u8> = self
             .units
@@ -448,7 +492,6 @@ impl Schedule {
         let all = context.mesh.group().engine().exchange(call, has)?;
         let any = |i: usize| all.iter().any(|has| has[i] == 1);
 
-        let mut gradients = Vec::new();
         let mut end = all[0].len();
         for unit in (0..self.units.len()).rev() {
             let start = end - self.units[unit].spec.members.len();
@@ -461,10 +504,9 @@ impl Schedule {
                 continue;
             }
             let passes = self.units[unit].arrived_passes();
-            let reduced = self.reduce(unit, &passes, &members, None, context)?;
-            let with_unit = |reduced| UnitGradient { unit, reduced };
-            gradients.extend(reduced.into_iter().map(with_unit));
+            self.start_reduce(unit, &passes, &members, None, context)?;
         }
+        gradients.extend(self.take_reduced(context)?);
         Ok(gradients)
     }
 

@@ -250,7 +250,8 @@ impl FsdpState {
 
     // ---- backward
 
-    /// Takes in a full gradient; the reduced gradients of its unit, if this completed it.
+    /// Takes in a full gradient; the reduced gradients of its unit, if this completed it and nobody
+    /// is to call [`finish_backward`](Self::finish_backward), which returns them else.
     pub(crate) fn take_gradient(
         &self,
         unit: usize,
@@ -266,15 +267,18 @@ impl FsdpState {
         if !complete || !schedule.reduces_at_once(unit, pass) {
             return Ok(Vec::new());
         }
-        let reduced = if schedule.switches.syncs() {
+        let mut reduced = Vec::new();
+        if schedule.switches.syncs() {
             let members = schedule.units[unit].trainable();
-            schedule.reduce(unit, &[pass], &members, Some(pass), &self.context)?
+            schedule.start_reduce(unit, &[pass], &members, Some(pass), &self.context)?;
+            if !schedule.agreed {
+                reduced = schedule.take_reduced(&self.context)?;
+            }
         } else {
             schedule.units[unit].accumulate(pass);
-            Vec::new()
-        };
+        }
         schedule.after_backward(unit);
-        Ok(reduced)
+        Ok(reduced.into_iter().map(|of| of.reduced).collect())
     }
 
     /// Compares what the ranks have handed out. All ranks must call this before the backward of
@@ -314,9 +318,9 @@ impl FsdpState {
         Ok(())
     }
 
-    /// Reduces every gradient that is left, in one order on all ranks, and reshards. All ranks must
-    /// call this after the backward of the same loss; without gradient sync it does not
-    /// communicate.
+    /// Reduces every gradient that is left, in one order on all ranks, and reshards; all that was
+    /// reduced since [`begin_backward`](Self::begin_backward). All ranks must call this after the
+    /// backward of the same loss; without gradient sync it does not communicate.
     pub(crate) fn finish_backward(&self) -> Result<Vec<UnitGradient>> {
         let mut schedule = self.schedule.lock();
         schedule.enter_backward();

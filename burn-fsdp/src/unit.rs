@@ -4,6 +4,7 @@
 //! A unit does what it is told; when it is told what is the business of
 //! [`Schedule`](crate::schedule::Schedule).
 
+use std::ops::ControlFlow;
 use std::sync::Arc;
 
 use burn::backend::autodiff::NodeId;
@@ -13,7 +14,7 @@ use parking_lot::Mutex;
 use crate::board::{AfterForward, Context, Shard, ShardBoard, UnitSpec};
 use crate::comm::{
     Call, Counters, GatherInput, GatherKey, GatherWork, Gathered, ProcessGroup, ReduceInput,
-    take_shard,
+    ReduceWork, take_shard,
 };
 use crate::memory::MemoryGuard;
 use crate::pass::{MemberUse, Pass};
@@ -44,6 +45,17 @@ pub(crate) struct Which {
     /// The number of the module.
     pub(crate) module: u64,
     pub(crate) all_reduce: bool,
+}
+
+/// A reduction of a unit's gradients under way: over the shard ranks first, then over the copies of
+/// the model.
+#[derive(Debug)]
+pub(crate) struct Reducing {
+    /// The members that are reduced, with their shards' leaves in the graph.
+    members: Vec<(usize, Option<NodeId>)>,
+    which: Which,
+    over_copies: bool,
+    work: Box<dyn ReduceWork>,
 }
 
 /// A reduced gradient of a member.
@@ -368,17 +380,15 @@ impl Unit {
             .collect()
     }
 
-    /// Reduces the gradients of these passes and of `members`, zeros where this rank has none.
-    /// All ranks must do this, in the same order and for the same members.
-    ///
-    /// Nothing is returned while all-reduce is off: the partial result is kept for the next time.
-    pub(crate) fn reduce(
+    /// Starts to reduce the gradients of these passes and of `members`, zeros where this rank has
+    /// none. All ranks must do this, in the same order and for the same members.
+    pub(crate) fn start_reduce(
         &mut self,
         context: &Context,
         passes: &[u64],
         members: &[usize],
         which: Which,
-    ) -> Result<Vec<Reduced>> {
+    ) -> Result<Reducing> {
         let mut gradients: Vec<_> = (0..self.accumulated.len()).map(|_| None).collect();
         for &member in members {
             gradients[member] = self.accumulated[member].take();
@@ -399,19 +409,45 @@ impl Unit {
         for &member in members {
             contributions.push((member, gradients[member].take()));
         }
-        let shards = self.reduce_scatter(context, contributions, which)?;
-        let shards = match context.mesh.replicate_group() {
-            Some(group) => self.all_reduce(context, group, members, shards, which)?,
-            None => Some(shards),
-        };
-        let reduced = members.iter().zip(shards.into_iter().flatten());
-        Ok(reduced
-            .map(|(&member, gradient)| Reduced {
-                member,
-                node: nodes[member],
-                gradient: gradient.to_device(&context.shard_device),
-            })
-            .collect())
+        Ok(Reducing {
+            work: self.reduce_scatter(context, contributions, which)?,
+            members: members.iter().map(|&m| (m, nodes[m])).collect(),
+            which,
+            over_copies: false,
+        })
+    }
+
+    /// Waits for a reduction. What it goes on with, or the reduced gradients: none while all-reduce
+    /// is off, as the partial result is kept for the next time. All ranks must do this, in the same
+    /// order.
+    pub(crate) fn go_on_reducing(
+        &mut self,
+        context: &Context,
+        reducing: Reducing,
+    ) -> Result<ControlFlow<Vec<Reduced>, Reducing>> {
+        let shards = reducing.work.wait()?;
+        if let Some(group) = context.mesh.replicate_group()
+            && !reducing.over_copies
+        {
+            let members = reducing.members.iter().map(|(member, _)| *member);
+            let parts = members.zip(shards).collect();
+            let work = self.all_reduce(context, group, parts, reducing.which)?;
+            return Ok(match work {
+                None => ControlFlow::Break(Vec::new()),
+                Some(work) => ControlFlow::Continue(Reducing {
+                    work,
+                    over_copies: true,
+                    ..reducing
+                }),
+            });
+        }
+        let reduced = reducing.members.into_iter().zip(shards);
+        let reduced = reduced.map(|((member, node), gradient)| Reduced {
+            member,
+            node,
+            gradient: gradient.to_device(&context.shard_device),
+        });
+        Ok(ControlFlow::Break(reduced.collect()))
     }
 
     fn reduce_scatter(
@@ -419,7 +455,7 @@ impl Unit {
         context: &Context,
         contributions: Vec<(usize, Option<Tensor<1>>)>,
         which: Which,
-    ) -> Result<Vec<Tensor<1>>> {
+    ) -> Result<Box<dyn ReduceWork>> {
         let group = context.mesh.shard_group();
         let more_to_come = context.mesh.replicate_group().is_some();
         let inputs: Vec<_> = contributions
@@ -450,12 +486,11 @@ impl Unit {
         &mut self,
         context: &Context,
         group: &ProcessGroup,
-        members: &[usize],
-        shards: Vec<Tensor<1>>,
+        parts: Vec<(usize, Tensor<1>)>,
         which: Which,
-    ) -> Result<Option<Vec<Tensor<1>>>> {
-        let mut inputs = Vec::with_capacity(members.len());
-        for (&member, shard) in members.iter().zip(shards) {
+    ) -> Result<Option<Box<dyn ReduceWork>>> {
+        let mut inputs = Vec::with_capacity(parts.len());
+        for (member, shard) in parts {
             let reduce_dtype = self.reduce_dtype(member);
             let kept = self.partial[member].take();
             let shard = shard.to_device(&context.compute_device);
@@ -496,9 +531,9 @@ impl Unit {
         inputs: Vec<ReduceInput>,
         average: GradientAverage,
         which: Which,
-    ) -> Result<Vec<Tensor<1>>> {
+    ) -> Result<Box<dyn ReduceWork>> {
         let Some(first) = inputs.first() else {
-            return Ok(Vec::new());
+            return Ok(Box::new(Vec::new()));
         };
         let len = inputs.iter().map(|input| input.layout.full_len()).sum();
         let kinds = inputs

@@ -259,7 +259,9 @@ impl<M: Module + 'static> Parity<M> {
         let mut ranks = self.sharded().expect("the sharded training runs");
         self.compare(&dense, &ranks);
         if is_autotuned() {
-            ranks = self.sharded().expect("the sharded training runs on the kernels picked");
+            ranks = self
+                .sharded()
+                .expect("the sharded training runs on the kernels picked");
         }
         let again = self.sharded().expect("the sharded training runs again");
         for (rank, (a, b)) in ranks.iter().zip(&again).enumerate() {

@@ -3,6 +3,13 @@
 //! With Burn's fusion an operation runs when somebody looks at its result. Whoever takes a buffer
 //! looks, so what fills it has been enqueued on the device when [`buffer_of`] returns; and what is
 //! made of a buffer by [`tensor_of`] is there at once.
+//!
+//! # Note: buffers that other threads read
+//!
+//! Each thread has a stream. CubeCL makes a stream wait for that of a buffer it reads, unless it has
+//! done so since the buffer was *allocated*; what fills the buffer may have been enqueued later. So
+//! what other threads are to read is allocated and filled in one task of the device's thread, by
+//! [`filled`], or waited for, by [`DeviceBuffer::settle`].
 
 use std::fmt;
 
@@ -12,6 +19,8 @@ use burn::tensor::{Device, Shape, Tensor};
 use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::tensor::CubeTensor;
 use cubecl::client::Client;
+use cubecl::future::block_on;
+use cubecl_environment::stream::StreamId;
 
 use crate::kernels::Buffer;
 use crate::{FsdpError, Result};
@@ -42,6 +51,15 @@ pub(crate) fn buffer_of(tensor: Tensor<1>) -> Result<DeviceBuffer> {
         },
         device: tensor.device,
     })
+}
+
+/// Runs `fill`, which allocates buffers and enqueues the kernels that fill them, with nothing of other
+/// threads in between. Then other threads may read them.
+pub(crate) fn filled<T: Send + 'static>(
+    client: &Client,
+    fill: impl FnOnce() -> T + Send,
+) -> Result<T> {
+    client.exclusive(fill).map_err(FsdpError::other)
 }
 
 /// The buffer as a flat tensor, without a copy.
@@ -105,6 +123,17 @@ pub(crate) struct DeviceBuffer {
 }
 
 impl DeviceBuffer {
+    /// Waits for what fills the buffer, if another thread has enqueued that.
+    pub(crate) fn settle(&self) -> Result<()> {
+        let stream = self.buffer.handle.stream;
+        if stream == StreamId::current() {
+            return Ok(());
+        }
+        let client = self.device.client();
+        let done = stream.executes(|| block_on(client.sync()));
+        done.map_err(FsdpError::other)
+    }
+
     /// The elements on `device`: copied there if they are on another.
     pub(crate) fn on(&self, device: &CubeDevice) -> Buffer {
         if self.device == *device {

@@ -9,7 +9,7 @@ use burn::backend::CubeDevice;
 use parking_lot::Mutex;
 
 use super::bundle::Bundle;
-use super::cube::{DeviceBuffer, buffer_of, tensor_of};
+use super::cube::{DeviceBuffer, buffer_of, filled, tensor_of};
 use super::gather::Expected;
 use super::rendezvous::Part;
 use super::{GatherInput, Gathered};
@@ -37,7 +37,7 @@ impl CubeGather {
         }
     }
 
-    /// Packs a rank's shards.
+    /// Packs a rank's shards; from any rank's thread.
     pub(super) fn contribute(&self, inputs: &[GatherInput]) -> Result<Part> {
         let slots = self.bundles.iter().map(|bundle| {
             let shards = bundle
@@ -45,17 +45,15 @@ impl CubeGather {
                 .iter()
                 .map(|&i| buffer_of(inputs[i].shard.clone()));
             let shards = shards.collect::<Result<Vec<_>>>()?;
+            shards.iter().try_for_each(DeviceBuffer::settle)?;
             let device = shards[0].device.clone();
             let shards: Vec<_> = shards.into_iter().map(|shard| shard.buffer).collect();
-            let client = device.client();
-            let buffer = Buffer::empty(&client, bundle.packing.shard_len(), bundle.dtype);
-            kernels::pack(
-                &client,
-                &bundle.packing,
-                &shards,
-                &buffer,
-                Rounding::Nearest,
-            );
+            let (client, packing) = (device.client(), &bundle.packing);
+            let buffer = filled(&client, || {
+                let slot = Buffer::empty(&client, packing.shard_len(), bundle.dtype);
+                kernels::pack(&client, packing, &shards, &slot, Rounding::Nearest);
+                slot
+            })?;
             Ok(DeviceBuffer { buffer, device })
         });
         let slots: Slots = slots.collect::<Result<_>>()?;
@@ -68,13 +66,13 @@ impl CubeGather {
         expected: Vec<Expected>,
         parts: Vec<Part>,
         rank: usize,
-    ) -> Gathered {
+    ) -> Result<Gathered> {
         let all = parts.into_iter().map(|part| part.downcast::<Slots>());
         let all = all.map(|slots| slots.expect("ranks of one gather show slots"));
         let all: Vec<_> = all.collect();
         let mut tensors: Vec<_> = expected.iter().map(|_| None).collect();
         if let Some(own) = all[rank].first() {
-            for (bundle, full) in self.bundles.iter().zip(self.full(&all, &own.device)) {
+            for (bundle, full) in self.bundles.iter().zip(self.full(&all, &own.device)?) {
                 for (nth, &i) in bundle.members.iter().enumerate() {
                     let member = full.range(bundle.packing.full(nth));
                     tensors[i] = Some(tensor_of(member, &own.device));
@@ -90,29 +88,33 @@ impl CubeGather {
             counted.extend(guard);
             whole.or(split).expect("a tensor is whole or split")
         });
-        Gathered {
+        Ok(Gathered {
             tensors: tensors.collect(),
             _counted: counted,
-        }
+        })
     }
 
     /// The full tensors on a device, one buffer for each [`Bundle`]. The first rank unpacks them.
-    fn full(&self, all: &[Arc<Slots>], device: &CubeDevice) -> Vec<Buffer> {
+    fn full(&self, all: &[Arc<Slots>], device: &CubeDevice) -> Result<Vec<Buffer>> {
         let mut full = self.full.lock();
         if let Some((_, buffers)) = full.iter().find(|(on, _)| on == device) {
-            return buffers.clone();
+            return Ok(buffers.clone());
         }
         let client = device.client();
         let unpack = |(i, bundle): (usize, &Bundle)| {
-            let buffer = Buffer::empty(&client, bundle.packing.full_len(), bundle.dtype);
-            for (rank, slots) in all.iter().enumerate() {
-                let slot = slots[i].on(device);
-                kernels::unpack(&client, &bundle.packing, rank..rank + 1, &slot, &buffer);
-            }
-            buffer
+            let packing = &bundle.packing;
+            let slots: Vec<_> = all.iter().map(|slots| slots[i].on(device)).collect();
+            filled(&client, || {
+                let buffer = Buffer::empty(&client, packing.full_len(), bundle.dtype);
+                for (rank, slot) in slots.iter().enumerate() {
+                    kernels::unpack(&client, packing, rank..rank + 1, slot, &buffer);
+                }
+                buffer
+            })
         };
-        let buffers: Vec<_> = self.bundles.iter().enumerate().map(unpack).collect();
+        let buffers = self.bundles.iter().enumerate().map(unpack);
+        let buffers = buffers.collect::<Result<Vec<_>>>()?;
         full.push((device.clone(), buffers.clone()));
-        buffers
+        Ok(buffers)
     }
 }

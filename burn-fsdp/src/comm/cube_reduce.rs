@@ -9,7 +9,7 @@ use burn::backend::CubeDevice;
 use burn::tensor::Tensor;
 
 use super::bundle::Bundle;
-use super::cube::{DeviceBuffer, buffer_of, tensor_of};
+use super::cube::{DeviceBuffer, buffer_of, filled, tensor_of};
 use super::rendezvous::Seat;
 use super::{Call, ReduceInput};
 use crate::Result;
@@ -30,8 +30,11 @@ impl Bundle {
         });
         let gradients = gradients.collect::<Result<Vec<_>>>()?;
         let client = device.client();
-        let buffer = Buffer::empty(&client, self.slots_len(), self.dtype);
-        kernels::pack_gradients(&client, &self.packing, &gradients, &buffer, pre_divide);
+        let buffer = filled(&client, || {
+            let slots = Buffer::empty(&client, self.slots_len(), self.dtype);
+            kernels::pack_gradients(&client, &self.packing, &gradients, &slots, pre_divide);
+            slots
+        })?;
         Ok(DeviceBuffer {
             buffer,
             device: device.clone(),

@@ -154,9 +154,28 @@ fn choose_device(env: &JobEnv) -> Result<Device> {
     match env.device.as_deref() {
         None | Some("cpu") => Ok(Device::flex()),
         #[cfg(feature = "cuda")]
-        Some("cuda") => Ok(Device::cuda(env.local_rank)),
+        Some("cuda") => {
+            let gpus = Device::enumerate(burn::tensor::DeviceType::Cuda);
+            let index = own_gpu(env.local_rank, gpus.into_vec().len())?;
+            Ok(Device::cuda(index))
+        }
         Some(other) => Err(FsdpError::argument(format!(
             "this program is built without support for the device \"{other}\""
+        ))),
+    }
+}
+
+/// The GPU for a rank, of so many that it sees. Some launchers show each rank its own only. Where there
+/// is none, NCCL says so.
+#[cfg(feature = "cuda")]
+fn own_gpu(local_rank: usize, visible: usize) -> Result<usize> {
+    match visible {
+        1 => Ok(0),
+        0 => Ok(local_rank),
+        _ if local_rank < visible => Ok(local_rank),
+        _ => Err(FsdpError::argument(format!(
+            "this is rank {local_rank} of its host (from 0), but there are {visible} GPUs; NCCL needs \
+             one for each rank"
         ))),
     }
 }
@@ -173,6 +192,16 @@ mod tests {
 
     /// What the ranks that are started below do.
     const ROLE: &str = "BURN_FSDP_TEST_ROLE";
+
+    #[cfg(feature = "cuda")]
+    #[test]
+    fn a_rank_has_the_gpu_of_its_number_or_the_only_one_that_it_sees() {
+        assert_eq!(own_gpu(2, 4).unwrap(), 2);
+        assert_eq!(own_gpu(2, 1).unwrap(), 0);
+        let error = own_gpu(4, 4).unwrap_err().to_string();
+        assert!(error.contains("rank 4 of its host"), "{error}");
+        assert!(error.contains("there are 4 GPUs"), "{error}");
+    }
 
     /// Starts this test's program again, once for each rank, to run [`a_rank`].
     fn start(world_size: usize, role: &str) -> Vec<Child> {

@@ -53,10 +53,10 @@ impl GatherSpace {
         expected: Vec<Expected>,
         parts: Vec<Part>,
         rank: usize,
-    ) -> Gathered {
+    ) -> Result<Gathered> {
         match self {
             // SAFETY: by the contract of this function.
-            Self::Host(gather) => unsafe { gather.finish(expected) },
+            Self::Host(gather) => Ok(unsafe { gather.finish(expected) }),
             #[cfg(feature = "cube")]
             Self::Cube(gather) => gather.finish(expected, parts, rank),
         }

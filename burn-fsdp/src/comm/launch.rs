@@ -194,7 +194,8 @@ fn rank_failed(rank: usize, cause: String) -> FsdpError {
     FsdpError::RankFailed { rank, cause }
 }
 
-fn panic_message(panic: &(dyn Any + Send)) -> String {
+/// What a panic said.
+pub(super) fn panic_message(panic: &(dyn Any + Send)) -> String {
     if let Some(message) = panic.downcast_ref::<&str>() {
         (*message).to_string()
     } else if let Some(message) = panic.downcast_ref::<String>() {

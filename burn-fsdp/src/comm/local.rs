@@ -21,7 +21,7 @@ use super::rendezvous::{Group, Launch, Part, Seat, Ticket};
 use super::wire::Wire;
 use super::{
     Call, Engine, GatherInput, GatherKey, GatherSource, GatherWork, Gathered, ReduceInput,
-    take_shard,
+    ReduceWork, take_shard,
 };
 use crate::memory::MemoryCounter;
 use crate::placement::ShardLayout;
@@ -40,7 +40,7 @@ impl GatherWork for LocalGather {
     fn wait(self: Box<Self>) -> Result<Gathered> {
         let parts = self.ticket.wait_for_all()?;
         // SAFETY: all ranks have arrived, so all have contributed.
-        Ok(unsafe { self.space.finish(self.expected, parts, self.rank) })
+        unsafe { self.space.finish(self.expected, parts, self.rank) }
     }
 }
 
@@ -125,6 +125,7 @@ impl Engine for LocalEngine {
         }))
     }
 
+    /// Waits for the others at once: ranks share the cores, so there is nothing to overlap with.
     #[cfg_attr(not(feature = "cube"), allow(unused_variables))]
     fn reduce(
         &self,
@@ -132,12 +133,13 @@ impl Engine for LocalEngine {
         inputs: Vec<ReduceInput>,
         reduction: Reduction,
         device: &Device,
-    ) -> Result<Vec<Tensor<1>>> {
+    ) -> Result<Box<dyn ReduceWork>> {
         #[cfg(feature = "cube")]
         if let Some(device) = super::cube::device_of(device) {
-            return cube_reduce::reduce(&self.0, call, &inputs, &reduction, &device);
+            let reduced = cube_reduce::reduce(&self.0, call, &inputs, &reduction, &device)?;
+            return Ok(Box::new(reduced));
         }
-        self.reduce_on_host(call, &inputs, &reduction)
+        Ok(Box::new(self.reduce_on_host(call, &inputs, &reduction)?))
     }
 
     fn scatter(
@@ -148,6 +150,10 @@ impl Engine for LocalEngine {
         source: Option<Tensor<1>>,
         device: &Device,
     ) -> Result<Tensor<1>> {
+        if let Some(source) = &source {
+            // Others are about to read it, on streams of their own.
+            source.device().sync().map_err(FsdpError::other)?;
+        }
         let all: Vec<Arc<Option<Tensor<1>>>> = self.0.rendezvous(call, source)?;
         let source = all[root]
             .as_ref()

@@ -161,6 +161,19 @@ pub(crate) trait GatherWork: fmt::Debug + Send {
     fn wait(self: Box<Self>) -> Result<Gathered>;
 }
 
+/// A reduction under way. Dropping it abandons the result, not the other ranks.
+pub(crate) trait ReduceWork: fmt::Debug + Send {
+    /// This rank's shards, in the order of the inputs. Blocks until all ranks have contributed.
+    fn wait(self: Box<Self>) -> Result<Vec<Tensor<1>>>;
+}
+
+/// A reduction that is done.
+impl ReduceWork for Vec<Tensor<1>> {
+    fn wait(self: Box<Self>) -> Result<Vec<Tensor<1>>> {
+        Ok(*self)
+    }
+}
+
 /// What moves data between ranks. All ranks must make the same calls in the same order.
 ///
 /// A call that fails leaves the group failed: it, and every later call on any rank, returns the
@@ -191,15 +204,16 @@ pub(crate) trait Engine: fmt::Debug + Send + Sync {
         memory: &Arc<MemoryCounter>,
     ) -> Result<Box<dyn GatherWork>>;
 
-    /// Reduces each input and leaves this rank's shard of it, flat and padded, on `device`; the
-    /// whole of it where it is replicated.
+    /// Starts reducing each input, to leave this rank's shard of it, flat and padded, on `device`;
+    /// the whole of it where it is replicated. All ranks must wait for their reductions in the order
+    /// in which they start them, as waiting may communicate.
     fn reduce(
         &self,
         call: Call,
         inputs: Vec<ReduceInput>,
         reduction: Reduction,
         device: &Device,
-    ) -> Result<Vec<Tensor<1>>>;
+    ) -> Result<Box<dyn ReduceWork>>;
 
     /// Gives every rank its shard of `root`'s tensor, flat and padded, on `device`. Only `root`
     /// passes a tensor.
@@ -464,8 +478,8 @@ impl ProcessGroup {
         };
         let call = Call::new(name, format!("a tensor ({op:?})")).of(dtype, len);
         let inputs = vec![input];
-        let mut reduced = self.engine.reduce(call, inputs, reduction, &device)?;
-        Ok(reduced.remove(0))
+        let work = self.engine.reduce(call, inputs, reduction, &device)?;
+        Ok(work.wait()?.remove(0))
     }
 
     /// Rank `root`'s tensor, on every rank. The others pass one of the same length and dtype.

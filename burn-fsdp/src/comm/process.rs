@@ -5,6 +5,9 @@
 //! gradient, and adds up its own part of all in rank order, as the `local` engine does: results are
 //! equal bit for bit.
 //!
+//! Messages are under way from when a collective is started, so it overlaps with what is computed
+//! until it is waited for.
+//!
 //! All collectives are matched by position, those of units too, so ranks must use the same units in
 //! the same order.
 
@@ -22,6 +25,7 @@ use super::message::{MessageReader, MessageWriter};
 use super::wire::{Exchange, Outgoing, Wire};
 use super::{
     Call, Engine, GatherInput, GatherKey, GatherSource, GatherWork, Gathered, ReduceInput,
+    ReduceWork,
 };
 use crate::memory::{MemoryCounter, MemoryGuard};
 use crate::placement::{Placement, ShardLayout};
@@ -29,7 +33,7 @@ use crate::reduction::Reduction;
 use crate::{FsdpError, Result};
 
 /// The engine of one rank.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct ProcessEngine {
     wire: Arc<dyn Wire>,
     pool: Arc<BufferPool>,
@@ -51,33 +55,6 @@ impl ProcessEngine {
     /// A failure to read what another rank has sent fails all.
     fn or_fail<T>(&self, result: Result<T>) -> Result<T> {
         result.inspect_err(|cause| self.wire.fail(cause.clone()))
-    }
-
-    /// Reduces each part and leaves this rank's shard of it, flat and padded, on the host.
-    fn reduce_parts(
-        &self,
-        call: Call,
-        parts: &[Part],
-        reduction: Reduction,
-    ) -> Result<Vec<Tensor<1>>> {
-        let ranks = 0..self.world_size();
-        let messages = ranks.map(|rank| pack_parts(parts, rank, &reduction));
-        let mut messages = self.meet(call, Outgoing::ToEach(messages.collect()))?;
-        // They have been divided before they were sent.
-        let reduction = Reduction {
-            pre_divide: 1.0,
-            ..reduction
-        };
-        let kinds = messages.iter_mut().map(|m| m.piece(parts.len()));
-        let kinds = kinds.collect::<Result<Vec<_>>>()?;
-        let reduced = parts.iter().enumerate().map(|(i, part)| {
-            let received = messages.iter_mut().zip(&kinds);
-            let received = received.map(|(m, kinds)| part.read(m, kinds[i], self.rank()));
-            let received = received.collect::<Result<Vec<_>>>()?;
-            let wide = kinds.iter().any(|kinds| kinds[i] == WIDE);
-            Ok(part.reduce(&received, self.rank(), &reduction, wide))
-        });
-        reduced.collect()
     }
 }
 
@@ -140,39 +117,25 @@ impl Engine for ProcessEngine {
         inputs: Vec<ReduceInput>,
         reduction: Reduction,
         device: &Device,
-    ) -> Result<Vec<Tensor<1>>> {
-        let parts = inputs
-            .iter()
-            .map(|input| Part::new(input, self.world_size()));
-        let parts = parts.collect::<Result<Vec<_>>>()?;
-        let shards = self.reduce_parts(call.clone(), &parts, reduction);
-        let shards = self.or_fail(shards)?;
-
-        // Of what every rank wants whole, each has reduced a part.
-        let is_part = |input: &ReduceInput| input.layout.is_whole() && self.world_size() > 1;
-        let gathered = inputs.iter().zip(&parts).zip(&shards);
-        let gathered: Vec<_> = gathered
-            .filter(|((input, _), _)| is_part(input))
-            .map(|((_, part), shard)| GatherInput {
-                layout: part.layout.clone(),
-                shard: shard.clone(),
-                dtype: part.out_dtype,
-            })
-            .collect();
-        let mut whole = Vec::new().into_iter();
-        if !gathered.is_empty() {
-            let call = call.with_detail("the reduced parts");
-            let work = self.all_gather(call, None, gathered, &Default::default())?;
-            whole = work.wait()?.tensors.into_iter();
-        }
-        let reduced = inputs.iter().zip(shards).map(|(input, shard)| {
-            let reduced = match is_part(input) {
-                true => whole.next().expect("each such input was gathered"),
-                false => shard,
-            };
-            on_device(reduced, device)
-        });
-        Ok(reduced.collect())
+    ) -> Result<Box<dyn ReduceWork>> {
+        let (rank, world_size) = (self.rank(), self.world_size());
+        let part = |input| Part::new(input, rank, world_size);
+        let parts = inputs.iter().map(part).collect::<Result<Vec<_>>>()?;
+        let messages = (0..world_size).map(|rank| pack_parts(&parts, rank, &reduction));
+        let outgoing = Outgoing::ToEach(messages.collect());
+        let exchange = self.wire.start(call.clone(), outgoing)?;
+        Ok(Box::new(ProcessReduce {
+            engine: self.clone(),
+            call,
+            exchange,
+            parts: parts.into_iter().map(Part::without_contribution).collect(),
+            // What was sent has been divided before.
+            reduction: Reduction {
+                pre_divide: 1.0,
+                ..reduction
+            },
+            device: device.clone(),
+        }))
     }
 
     fn scatter(
@@ -320,17 +283,89 @@ const ABSENT: u8 = 0;
 const PRESENT: u8 = 1;
 const WIDE: u8 = 2;
 
+#[derive(Debug)]
+struct ProcessReduce {
+    engine: ProcessEngine,
+    call: Call,
+    exchange: Box<dyn Exchange>,
+    parts: Vec<Part>,
+    reduction: Reduction,
+    device: Device,
+}
+
+impl ReduceWork for ProcessReduce {
+    fn wait(self: Box<Self>) -> Result<Vec<Tensor<1>>> {
+        let Self {
+            engine,
+            call,
+            exchange,
+            parts,
+            reduction,
+            device,
+        } = *self;
+        let shards = reduce_parts(&parts, readers(exchange.wait()?), &reduction);
+        let shards = engine.or_fail(shards)?;
+
+        // Of what every rank wants whole, each has reduced a part.
+        let gathered = parts.iter().zip(&shards);
+        let gathered = gathered.filter(|(part, _)| part.is_of_whole);
+        let gathered = gathered.map(|(part, shard)| GatherInput {
+            layout: part.layout.clone(),
+            shard: shard.clone(),
+            dtype: part.out_dtype,
+        });
+        let gathered: Vec<_> = gathered.collect();
+        let mut whole = Vec::new().into_iter();
+        if !gathered.is_empty() {
+            let call = call.with_detail("the reduced parts");
+            let work = engine.all_gather(call, None, gathered, &Default::default())?;
+            whole = work.wait()?.tensors.into_iter();
+        }
+        let reduced = parts.iter().zip(shards).map(|(part, shard)| {
+            let reduced = match part.is_of_whole {
+                true => whole.next().expect("each such input was gathered"),
+                false => shard,
+            };
+            on_device(reduced, &device)
+        });
+        Ok(reduced.collect())
+    }
+}
+
+/// This rank's shard of each part, flat and padded, on the host.
+fn reduce_parts(
+    parts: &[Part],
+    mut messages: Vec<MessageReader>,
+    reduction: &Reduction,
+) -> Result<Vec<Tensor<1>>> {
+    let kinds = messages.iter_mut().map(|m| m.piece(parts.len()));
+    let kinds = kinds.collect::<Result<Vec<_>>>()?;
+    let reduced = parts.iter().enumerate().map(|(i, part)| {
+        let received = messages.iter_mut().zip(&kinds);
+        let received = received.map(|(m, kinds)| part.read(m, kinds[i]));
+        let received = received.collect::<Result<Vec<_>>>()?;
+        let wide = kinds.iter().any(|kinds| kinds[i] == WIDE);
+        Ok(part.reduce(&received, reduction, wide))
+    });
+    reduced.collect()
+}
+
 /// An input of a reduction, of which each rank reduces a part.
 #[derive(Debug)]
 struct Part {
+    /// This rank.
+    rank: usize,
     layout: ShardLayout,
+    /// Whether every rank wants all parts.
+    is_of_whole: bool,
     contribution: Option<HostTensor>,
     reduce_dtype: DType,
     out_dtype: DType,
 }
 
 impl Part {
-    fn new(input: &ReduceInput, world_size: usize) -> Result<Self> {
+    fn new(input: &ReduceInput, rank: usize, world_size: usize) -> Result<Self> {
+        let is_of_whole = input.layout.is_whole() && world_size > 1;
         let layout = match input.layout.is_whole() {
             true => ShardLayout::flat(input.layout.full_len(), Placement::Shard(0), world_size),
             false => input.layout.clone(),
@@ -338,11 +373,21 @@ impl Part {
         let contribution = input.contribution.clone();
         let contribution = contribution.map(|tensor| host::host(&on_host(tensor)));
         Ok(Self {
+            rank,
             layout,
+            is_of_whole,
             contribution: contribution.transpose()?,
             reduce_dtype: input.reduce_dtype,
             out_dtype: input.out_dtype,
         })
+    }
+
+    /// The part once this rank's contribution is in the messages.
+    fn without_contribution(self) -> Self {
+        Self {
+            contribution: None,
+            ..self
+        }
     }
 
     fn kind(&self) -> u8 {
@@ -361,17 +406,12 @@ impl Part {
         }
     }
 
-    /// What another rank has sent of its contribution to this one, which is `rank`.
-    fn read(
-        &self,
-        message: &mut MessageReader,
-        kind: u8,
-        rank: usize,
-    ) -> Result<Option<HostTensor>> {
+    /// What another rank has sent this one of its contribution.
+    fn read(&self, message: &mut MessageReader, kind: u8) -> Result<Option<HostTensor>> {
         match kind {
             ABSENT => Ok(None),
             PRESENT | WIDE => {
-                let len = self.layout.owned_len(rank) * self.reduce_dtype.size();
+                let len = self.layout.owned_len(self.rank) * self.reduce_dtype.size();
                 let piece = message.piece(len)?;
                 Ok(Some(host::received(piece, self.reduce_dtype)))
             }
@@ -379,11 +419,10 @@ impl Part {
         }
     }
 
-    /// `rank`'s shard, reduced of what all have sent it.
+    /// This rank's shard, reduced of what all have sent it.
     fn reduce(
         &self,
         received: &[Option<HostTensor>],
-        rank: usize,
         reduction: &Reduction,
         wide: bool,
     ) -> Tensor<1> {
@@ -391,7 +430,7 @@ impl Part {
         let len = self.layout.shard_len();
         with_float!(self.out_dtype, T => {
             let mut shard = vec![T::default(); len];
-            for (place, span) in self.layout.packed_spans(rank) {
+            for (place, span) in self.layout.packed_spans(self.rank) {
                 let out = &mut shard[span.shard..span.shard + span.len];
                 host::reduce_sent(&contributions, place, out, self.reduce_dtype, reduction, wide);
             }

@@ -3,17 +3,25 @@
 use std::ffi::CStr;
 use std::ptr::null_mut;
 use std::sync::atomic::{AtomicPtr, Ordering};
+use std::time::Duration;
 
 use burn::tensor::DType;
 use cudarc::nccl::result::{self as nccl, NcclError};
 use cudarc::nccl::sys::{self, ncclComm, ncclDataType_t, ncclRedOp_t, ncclResult_t, ncclUniqueId};
+use parking_lot::Mutex;
 
 use super::driver::{Collective, NcclOp, Outcome, UniqueId};
 
-/// One rank's membership. Null once it has been aborted or destroyed.
+/// A call that takes longer is stuck in NCCL, and ends when the communicator is aborted under it.
+const LONGEST_CALL: Duration = Duration::from_secs(5);
+
+/// One rank's membership.
 #[derive(Debug)]
 pub(super) struct Communicator {
+    /// Null once it has been aborted or destroyed.
     comm: AtomicPtr<ncclComm>,
+    /// Held by calls that use it, as to end it frees it.
+    in_use: Mutex<()>,
     rank: usize,
     world_size: usize,
 }
@@ -45,6 +53,7 @@ impl Communicator {
 
     /// Blocks until all ranks have called it.
     pub(super) fn split(&self, color: usize, key: usize) -> Outcome<Self> {
+        let _held = self.in_use.lock();
         let comm = self.get()?;
         let mut split = null_mut();
         // SAFETY: `comm` is alive and `split` written before this returns; without a configuration
@@ -64,6 +73,7 @@ impl Communicator {
     fn new(comm: *mut ncclComm, rank: usize, world_size: usize) -> Self {
         Self {
             comm: AtomicPtr::new(comm),
+            in_use: Mutex::default(),
             rank,
             world_size,
         }
@@ -87,6 +97,7 @@ impl Communicator {
         collectives: &[Collective<Elements>],
         stream: sys::cudaStream_t,
     ) -> Outcome<()> {
+        let _held = self.in_use.lock();
         let Ok(comm) = self.get() else {
             return Ok(());
         };
@@ -139,8 +150,9 @@ impl Communicator {
         said(status).map(drop)
     }
 
-    /// What has gone wrong in the background.
+    /// What has gone wrong in the background. Nothing is known while another call is under way.
     pub(super) fn failure(&self) -> Option<String> {
+        let _held = self.in_use.try_lock()?;
         let comm = self.get().ok()?;
         let mut background = ncclResult_t::ncclSuccess;
         // SAFETY: `comm` is alive, and NCCL writes to one result.
@@ -162,11 +174,13 @@ impl Communicator {
         &self,
         end: unsafe fn(*mut ncclComm) -> Result<nccl::NcclStatus, NcclError>,
     ) -> Outcome<()> {
+        let _held = self.in_use.try_lock_for(LONGEST_CALL);
         let comm = self.comm.swap(null_mut(), Ordering::AcqRel);
         if comm.is_null() {
             return Ok(());
         }
-        // SAFETY: it was alive, and nobody finds it any more.
+        // SAFETY: it was alive, nobody finds it any more, and who still has it is in a call that NCCL
+        // ends first.
         said(unsafe { end(comm) }).map(drop)
     }
 }

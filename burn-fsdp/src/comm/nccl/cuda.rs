@@ -13,6 +13,7 @@
 
 use std::fmt;
 use std::ops::Range;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, OnceLock};
 
 use burn::backend::CubeDevice;
@@ -36,6 +37,7 @@ use super::driver::{Collective, Driver, Outcome, Stream, UniqueId};
 use super::library;
 use crate::comm::bundle::Bundle;
 use crate::comm::cube::{buffer_of, device_of, tensor_of};
+use crate::comm::launch::panic_message;
 use crate::kernels::{self, Buffer, Rounding};
 use crate::{FsdpError, Result};
 
@@ -146,7 +148,10 @@ impl CudaDriver {
     fn queue(&self, operation: impl FnOnce(&mut Server) -> Outcome<()> + Send + 'static) {
         let (context, error) = (self.context, self.error.clone());
         self.thread.submit(move |server| {
-            if let Err(cause) = enter(context).and_then(|()| operation(server)) {
+            // A panic there would be logged, and no more.
+            let run = AssertUnwindSafe(|| enter(context).and_then(|()| operation(server)));
+            let done = catch_unwind(run).unwrap_or_else(|panic| Err(panic_message(&*panic)));
+            if let Err(cause) = done {
                 // Only the first matters.
                 error.set(cause).unwrap_or_default();
             }
@@ -247,12 +252,14 @@ impl Driver for CudaDriver {
             let stream = find(server)?;
             let flags = CUevent_flags::CU_EVENT_DISABLE_TIMING;
             let event = cuda::event::create(flags).map_err(in_words)?;
+            // SAFETY: both are alive: the event is held here, the stream by CubeCL or the driver.
+            unsafe { cuda::event::record(event, stream) }.map_err(in_words)?;
+            // Known only now: before it is recorded an event counts as reached.
             recorded
                 .0
                 .set(Raw(event))
                 .expect("an event is recorded once");
-            // SAFETY: both are alive: the event is held here, the stream by CubeCL or the driver.
-            unsafe { cuda::event::record(event, stream) }.map_err(in_words)
+            Ok(())
         });
         if stream != Stream::Compute {
             // What is handed to the device's thread stays in a buffer until that is full. Other

@@ -5,18 +5,19 @@
 //! Shards are packed on the compute stream, straight into this rank's slot of the gathered buffer.
 //! An event there holds the communication stream, which gathers in place; an event behind that holds
 //! the compute stream, but only once somebody waits for the gather, which unpacks it. So a gather
-//! that is started early overlaps with computation. The host only queues all this, and waits for
-//! none of it.
+//! that is started early overlaps with computation, and so does a reduction that is waited for late.
+//! The host only queues all this, and waits for none of it.
 //!
 //! CubeCL gives freed memory to whatever is queued next on the stream that allocated it, and knows
 //! nothing of our streams. So a buffer is pinned from the collective on, until the compute stream
 //! waits for the collective, or until that is done if nobody ever waits.
 //!
-//! Reductions have a stream of their own, so that the gather of a unit need not queue behind the
-//! reduction of another. As they return tensors, the compute stream waits for each at once.
+//! Reductions have a stream of their own. What they wait for on the compute stream then holds no
+//! gather up, though NCCL itself runs the kernels of one communicator in the order of their calls.
 
 use std::sync::{Arc, Weak};
-use std::time::Instant;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
 use burn::tensor::{DType, Device, Tensor};
 use bytes::Bytes;
@@ -29,16 +30,21 @@ use crate::comm::bundle::Bundle;
 use crate::comm::wire::{Outgoing, Wire};
 use crate::comm::{
     Call, Engine, GatherInput, GatherKey, GatherSource, GatherWork, Gathered, ReduceInput,
+    ReduceWork,
 };
 use crate::memory::{MemoryCounter, MemoryGuard};
 use crate::placement::ShardLayout;
 use crate::reduction::{ReduceOp, Reduction};
 use crate::{FsdpError, Result};
 
+/// How long to wait for the other ranks before a communicator is left behind.
+const LAST_WAIT: Duration = Duration::from_secs(5);
+
 /// The engine of one rank.
 #[derive(Debug)]
 pub(crate) struct NcclEngine<D: Driver> {
     watched: Arc<Watched<D>>,
+    watchdog: Option<JoinHandle<()>>,
     /// Collectives launched so far. Held while one is, so that they are announced and queued in the
     /// same order.
     launched: Mutex<u64>,
@@ -51,8 +57,10 @@ impl<D: Driver> NcclEngine<D> {
         wire: Arc<dyn Wire>,
         communicator: D::Communicator,
     ) -> Result<Self> {
+        let (watched, watchdog) = Watched::start(driver, wire, communicator)?;
         Ok(Self {
-            watched: Watched::new(driver, wire, communicator)?,
+            watched,
+            watchdog: Some(watchdog),
             launched: Mutex::default(),
         })
     }
@@ -144,28 +152,6 @@ impl<D: Driver> NcclEngine<D> {
         driver.pack_full(&bundle, &full, &slots, divide);
         Ok((bundle, slots))
     }
-
-    /// The shards of this rank's slot, as they come out of a reduction.
-    fn shards(
-        &self,
-        bundle: &Bundle,
-        slots: &D::Buffer,
-        dtypes: impl IntoIterator<Item = DType>,
-        divide: f64,
-    ) -> Vec<Tensor<1>> {
-        let driver = self.driver();
-        let lens = bundle.layouts.iter().map(ShardLayout::shard_len);
-        let shards: Vec<_> = lens
-            .zip(dtypes)
-            .map(|(len, dtype)| driver.allocate(len, dtype))
-            .collect();
-        let slot = driver.range(slots, bundle.slot(self.rank()));
-        driver.finish(bundle, &slot, &shards, divide);
-        shards
-            .into_iter()
-            .map(|shard| driver.tensor_of(shard))
-            .collect()
-    }
 }
 
 impl<D: Driver> Engine for NcclEngine<D> {
@@ -230,7 +216,7 @@ impl<D: Driver> Engine for NcclEngine<D> {
         mut inputs: Vec<ReduceInput>,
         reduction: Reduction,
         device: &Device,
-    ) -> Result<Vec<Tensor<1>>> {
+    ) -> Result<Box<dyn ReduceWork>> {
         let (op, post_divide) = nccl_op(&reduction, self.world_size());
         let tensors = inputs.iter().enumerate();
         let bundles = Bundle::all(tensors.map(|(i, t)| (i, &t.layout, t.reduce_dtype)));
@@ -247,16 +233,13 @@ impl<D: Driver> Engine for NcclEngine<D> {
         };
         let collectives = reducing.iter().map(collective).collect();
         let launched = self.launch(call, Stream::Reduce, collectives)?;
-        launched.hold_compute();
-        let mut reduced = Vec::with_capacity(inputs.len());
-        for (bundle, slots) in &reducing {
-            let dtypes = bundle.members.iter().map(|&i| inputs[i].out_dtype);
-            let shards = self.shards(bundle, slots, dtypes, post_divide);
-            reduced.extend(bundle.members.iter().copied().zip(shards));
-        }
-        launched.release();
-        let reduced = in_order(reduced).into_iter();
-        Ok(reduced.map(|shard| shard.to_device(device)).collect())
+        Ok(Box::new(NcclReduce {
+            launched,
+            reducing,
+            dtypes: inputs.iter().map(|input| input.out_dtype).collect(),
+            post_divide,
+            device: device.clone(),
+        }))
     }
 
     /// By a broadcast of the whole tensor, of which each rank keeps its shard: one tensor at a time,
@@ -286,7 +269,7 @@ impl<D: Driver> Engine for NcclEngine<D> {
         };
         let launched = self.launch(call, Stream::Gather, vec![broadcast])?;
         launched.hold_compute();
-        let shard = self.shards(&bundle, &slots, [dtype], 1.0).remove(0);
+        let shard = launched.shards(&bundle, &slots, [dtype], 1.0).remove(0);
         launched.release();
         Ok(shard.to_device(device))
     }
@@ -298,6 +281,8 @@ impl<D: Driver> Engine for NcclEngine<D> {
         let ranks: Vec<_> = (0..colors.len())
             .filter(|&rank| colors[rank] == *own)
             .collect();
+        // NCCL splits a communicator that is at rest.
+        self.watched.settle();
         let wire = self.wire().subset(&ranks)?;
         let (watched, rank) = (self.watched.clone(), self.rank());
         let split = move || watched.driver.split(&watched.communicator, ranks[0], rank);
@@ -327,8 +312,19 @@ impl<D: Driver> Engine for NcclEngine<D> {
 }
 
 impl<D: Driver> Drop for NcclEngine<D> {
+    /// Waits until the communicator is destroyed: the process may be about to end, and NCCL with it.
     fn drop(&mut self) {
         self.watched.close();
+        let Some(watchdog) = self.watchdog.take() else {
+            return;
+        };
+        let since = Instant::now();
+        while !watchdog.is_finished() && since.elapsed() < LAST_WAIT {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        if watchdog.is_finished() && watchdog.join().is_err() {
+            log::warn!("a watchdog over NCCL has panicked");
+        }
     }
 }
 
@@ -344,6 +340,26 @@ impl<D: Driver> Launched<D> {
     /// Makes what the calling thread computes next wait for the collective.
     fn hold_compute(&self) {
         self.watched.driver.wait(Stream::Compute, &self.done);
+    }
+
+    /// The shards of this rank's slot, as they come out of a reduction that compute waits for.
+    fn shards(
+        &self,
+        bundle: &Bundle,
+        slots: &D::Buffer,
+        dtypes: impl IntoIterator<Item = DType>,
+        divide: f64,
+    ) -> Vec<Tensor<1>> {
+        let driver = &self.watched.driver;
+        let lens = bundle.layouts.iter().map(ShardLayout::shard_len);
+        let shards = lens.zip(dtypes);
+        let shards: Vec<_> = shards
+            .map(|(len, dtype)| driver.allocate(len, dtype))
+            .collect();
+        let slot = driver.range(slots, bundle.slot(self.watched.wire.rank()));
+        driver.finish(bundle, &slot, &shards, divide);
+        let shards = shards.into_iter();
+        shards.map(|shard| driver.tensor_of(shard)).collect()
     }
 
     /// Ends the pins of a collective whose results have been read, or are about to be, by kernels
@@ -383,6 +399,36 @@ impl<D: Driver> GatherWork for NcclGather<D> {
             tensors: in_order(gathered),
             _counted: self.counted,
         })
+    }
+}
+
+#[derive(Debug)]
+struct NcclReduce<D: Driver> {
+    launched: Launched<D>,
+    /// What is reduced, with its slots.
+    reducing: Vec<(Bundle, D::Buffer)>,
+    /// What each input's result is wanted in.
+    dtypes: Vec<DType>,
+    post_divide: f64,
+    device: Device,
+}
+
+impl<D: Driver> ReduceWork for NcclReduce<D> {
+    fn wait(self: Box<Self>) -> Result<Vec<Tensor<1>>> {
+        self.launched.watched.check()?;
+        self.launched.hold_compute();
+        let mut reduced = Vec::with_capacity(self.dtypes.len());
+        for (bundle, slots) in &self.reducing {
+            let dtypes = bundle.members.iter().map(|&i| self.dtypes[i]);
+            let shards = self
+                .launched
+                .shards(bundle, slots, dtypes, self.post_divide);
+            reduced.extend(bundle.members.iter().copied().zip(shards));
+        }
+        self.launched.release();
+        let reduced = in_order(reduced).into_iter();
+        let reduced = reduced.map(|shard| shard.to_device(&self.device));
+        Ok(reduced.collect())
     }
 }
 

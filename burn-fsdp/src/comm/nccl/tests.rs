@@ -186,12 +186,10 @@ fn reduce(
 ) -> Result<Vec<(DType, Vec<u8>)>> {
     let inputs = reduce_inputs(group, reduce_dtype);
     let call = Call::new("reduce-scatter", "unit").of(DType::F32, 1);
-    Ok(all_bits(&group.engine().reduce(
-        call,
-        inputs,
-        reduction,
-        &Device::flex(),
-    )?))
+    let work = group
+        .engine()
+        .reduce(call, inputs, reduction, &Device::flex())?;
+    Ok(all_bits(&work.wait()?))
 }
 
 // ---- results
@@ -258,8 +256,30 @@ fn a_contribution_that_is_not_there_is_zeros() {
         inputs[group.rank() % 4].contribution = None;
         let call = Call::new("reduce-scatter", "unit").of(DType::F32, 1);
         let mean = Reduction::mean(group.world_size());
-        let reduced = group.engine().reduce(call, inputs, mean, &Device::flex())?;
-        Ok(all_bits(&reduced))
+        let work = group.engine().reduce(call, inputs, mean, &Device::flex())?;
+        Ok(all_bits(&work.wait()?))
+    });
+}
+
+#[test]
+fn reductions_may_be_under_way_while_gathers_come_and_go() {
+    same_as_locally(|group| {
+        let start = |factor| {
+            let call = Call::new("reduce-scatter", "unit").of(DType::F32, 1);
+            let average = GradientAverage::Factor(factor);
+            let reduction = Reduction::new(average, group.world_size(), DType::F32);
+            let inputs = reduce_inputs(&group, Some(DType::F32));
+            group
+                .engine()
+                .reduce(call, inputs, reduction, &Device::flex())
+        };
+        let first = start(1.0)?;
+        let gather = start_gather(&group, 1, &Default::default())?;
+        let second = start(2.0)?;
+        let gathered = gathered_bits(gather)?;
+        let first = all_bits(&first.wait()?);
+        drop(start(3.0)?);
+        Ok((gathered, first, all_bits(&second.wait()?)))
     });
 }
 

@@ -11,6 +11,7 @@
 //! cause.
 
 use std::sync::Arc;
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
@@ -52,12 +53,12 @@ pub(super) struct Flight<D: Driver> {
 }
 
 impl<D: Driver> Watched<D> {
-    /// Starts the watchdog. It ends after [`close`](Self::close), and then destroys the communicator.
-    pub(super) fn new(
+    /// With its watchdog, which ends after [`close`](Self::close), and then destroys the communicator.
+    pub(super) fn start(
         driver: Arc<D>,
         wire: Arc<dyn Wire>,
         communicator: D::Communicator,
-    ) -> Result<Arc<Self>> {
+    ) -> Result<(Arc<Self>, JoinHandle<()>)> {
         let watched = Arc::new(Self {
             driver,
             wire,
@@ -67,12 +68,12 @@ impl<D: Driver> Watched<D> {
             closing: Mutex::new(false),
             closed: Condvar::new(),
         });
-        let watchdog = watched.clone();
-        std::thread::Builder::new()
+        let watching = watched.clone();
+        let watchdog = std::thread::Builder::new()
             .name(format!("nccl-watchdog-{}", watched.wire.rank()))
-            .spawn(move || watchdog.watch())
+            .spawn(move || watching.watch())
             .map_err(FsdpError::other)?;
-        Ok(watched)
+        Ok((watched, watchdog))
     }
 
     /// Fails if anything is wrong, and lets go of what is done. Never waits.

@@ -149,7 +149,9 @@ fn random_reduction(pg: &ProcessGroup, case: u64) -> Result<Vec<Tensor<1>>> {
         })
         .collect();
     let call = Call::new("reduce", format!("case {case}"));
-    pg.engine().reduce(call, inputs, reduction, &Device::flex())
+    pg.engine()
+        .reduce(call, inputs, reduction, &Device::flex())?
+        .wait()
 }
 
 #[test]
