@@ -56,11 +56,7 @@ fn on_device(norm: NormType, tensors: &[&Tensor<1>]) -> Result<f64> {
     let device = buffers[0].device.clone();
     let buffers: Vec<_> = buffers.iter().map(|buffer| buffer.on(&device)).collect();
     let client = device.client();
-    let total = match norm {
-        NormType::L1 => kernels::sum_abs(&client, &buffers),
-        NormType::L2 => kernels::sum_of_squares(&client, &buffers),
-        NormType::Inf => kernels::max_abs(&client, &buffers),
-    };
+    let total = kernels::norm(&client, norm, &buffers);
     Ok(tensor_of(total, &device).into_scalar::<f64>())
 }
 

@@ -10,8 +10,8 @@ use parking_lot::Mutex;
 
 use super::bundle::Bundle;
 use super::cube::{DeviceBuffer, buffer_of, filled, tensor_of};
-use super::gather::Expected;
-use super::rendezvous::Part;
+use super::expected::Expected;
+use super::part::Part;
 use super::{GatherInput, Gathered};
 use crate::Result;
 use crate::kernels::{self, Buffer, Rounding};

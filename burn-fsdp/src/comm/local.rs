@@ -13,11 +13,13 @@ use burn::tensor::{Bytes, DType, Device, Tensor};
 
 #[cfg(feature = "cube")]
 use super::cube_reduce;
-use super::gather::{Expected, GatherSpace};
+use super::expected::Expected;
+use super::gather::GatherSpace;
 use super::host::{self, HostTensor, with_float};
 use super::local_wire::LocalWire;
 use super::open_gathers::rank_in;
-use super::rendezvous::{Group, Launch, Part, Seat, Ticket};
+use super::part::Part;
+use super::rendezvous::{Group, Launch, Seat, Ticket};
 use super::wire::Wire;
 use super::{
     Call, Engine, GatherInput, GatherKey, GatherSource, GatherWork, Gathered, ReduceInput,

@@ -22,6 +22,7 @@ mod cube_gather;
 #[cfg(feature = "cube")]
 mod cube_reduce;
 mod env;
+mod expected;
 mod from_env;
 mod gather;
 pub(crate) mod host;
@@ -34,6 +35,7 @@ mod mpi;
 #[cfg(feature = "cube")]
 mod nccl;
 mod open_gathers;
+mod part;
 mod process;
 mod rendezvous;
 mod tcp;

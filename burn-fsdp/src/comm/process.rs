@@ -19,7 +19,8 @@ use std::sync::{Arc, Weak};
 use burn::tensor::{Bytes, DType, Device, Tensor};
 
 use super::buffer::{BufferPool, FilledBuffer, SharedBuffer};
-use super::gather::{cast_whole, full_bytes, pack_shards, unpack_shard};
+use super::expected::{cast_whole, full_bytes};
+use super::gather::{pack_shards, unpack_shard};
 use super::host::{self, HostTensor, with_float};
 use super::message::{MessageReader, MessageWriter};
 use super::wire::{Exchange, Outgoing, Wire};

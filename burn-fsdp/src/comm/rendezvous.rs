@@ -16,7 +16,6 @@
 //! could end a wait counts up an epoch. A rank that falls asleep notes the epoch; when all have
 //! noted the same, nothing will ever end their waits, and the last to fall asleep says so.
 
-use std::any::Any;
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
@@ -27,6 +26,7 @@ use parking_lot::{Condvar, Mutex};
 use super::buffer::BufferPool;
 use super::gather::GatherSpace;
 use super::open_gathers::{Members, OpenGathers};
+use super::part::Part;
 use super::{Call, GatherKey, GatherSource};
 use crate::{FsdpError, Result};
 
@@ -175,8 +175,6 @@ impl Launch {
         self.last_calls.iter().map(|c| text(&c.lock())).collect()
     }
 }
-
-pub(super) type Part = Arc<dyn Any + Send + Sync>;
 
 /// A set of ranks and the collectives between them that are under way.
 #[derive(Debug)]

@@ -86,7 +86,7 @@ pub(super) fn elem(dtype: DType) -> ElemType {
     dtype_to_elem_type(dtype)
 }
 
-#[cfg(all(test, feature = "cpu"))]
+#[cfg(all(test, any(feature = "cpu", feature = "cuda")))]
 mod tests {
     use super::super::reference::{client, read, upload};
     use super::*;

@@ -191,7 +191,7 @@ fn finish_kernel<T: Float, C: Float, V: Float, W: Float, O: Float, N: Size>(
     }
 }
 
-#[cfg(all(test, feature = "cpu"))]
+#[cfg(all(test, any(feature = "cpu", feature = "cuda")))]
 mod tests {
     use burn::tensor::{Bytes, Tensor};
     use proptest::prelude::*;

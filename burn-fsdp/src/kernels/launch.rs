@@ -155,7 +155,7 @@ impl Place {
     }
 }
 
-#[cfg(all(test, feature = "cpu"))]
+#[cfg(all(test, any(feature = "cpu", feature = "cuda")))]
 mod tests {
     use super::super::reference::client;
     use super::*;

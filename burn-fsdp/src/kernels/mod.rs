@@ -24,16 +24,18 @@ mod launch;
 mod norm;
 mod pack;
 mod packing;
-#[cfg(all(test, feature = "cpu"))]
+#[cfg(all(test, any(feature = "cpu", feature = "cuda")))]
 mod reference;
 mod rounding;
 mod scale;
+#[cfg(all(test, any(feature = "cpu", feature = "cuda")))]
+mod speed;
 mod unpack;
 
 pub(crate) use buffer::Buffer;
 pub(crate) use gradients::{combine, finish};
 pub(crate) use launch::wide;
-pub(crate) use norm::{max_abs, sum_abs, sum_of_squares};
+pub(crate) use norm::norm;
 pub(crate) use pack::{pack, pack_gradients};
 pub(crate) use packing::Packing;
 pub(crate) use rounding::Rounding;

@@ -19,26 +19,12 @@ use crate::NormType;
 /// Vectors that one unit adds.
 const TERMS: usize = 32;
 
-/// The sum of the squares of all elements, as a buffer of one element.
+/// The norm of all elements taken as one vector, before the root (L2: the sum of squares), as a buffer
+/// of one element. NaN if one of them is.
 ///
 /// Buffers of any dtypes and lengths. Sums in f32, or in f64 if one of them is, of which the result
 /// is. Enqueues on the calling thread's stream and returns at once.
-pub(crate) fn sum_of_squares(client: &Client, buffers: &[Buffer]) -> Buffer {
-    norm(client, NormType::L2, buffers)
-}
-
-/// The sum of the absolute values of all elements. Else as [`sum_of_squares`].
-pub(crate) fn sum_abs(client: &Client, buffers: &[Buffer]) -> Buffer {
-    norm(client, NormType::L1, buffers)
-}
-
-/// The largest absolute value of all elements; NaN if one is. Else as [`sum_of_squares`].
-pub(crate) fn max_abs(client: &Client, buffers: &[Buffer]) -> Buffer {
-    norm(client, NormType::Inf, buffers)
-}
-
-/// The norm, before the root.
-fn norm(client: &Client, norm: NormType, buffers: &[Buffer]) -> Buffer {
+pub(crate) fn norm(client: &Client, norm: NormType, buffers: &[Buffer]) -> Buffer {
     let dtype = wide(buffers.iter().map(|buffer| buffer.dtype));
     let mut partials = shorten(client, norm, buffers, dtype);
     // Squares are taken once. What is left is not negative, so that its absolute values are itself.
@@ -152,7 +138,7 @@ fn norm_kernel<I: Float, C: Float, N: Size>(
     }
 }
 
-#[cfg(all(test, feature = "cpu"))]
+#[cfg(all(test, any(feature = "cpu", feature = "cuda")))]
 mod tests {
     use proptest::prelude::*;
 
@@ -188,15 +174,16 @@ mod tests {
             let squares: f64 = all().map(|x| x * x).sum();
             let absolute: f64 = all().map(|x| x.abs()).sum();
             let largest = all().fold(0.0, |m: f64, x| m.max(x.abs()));
-            let result = sum_of_squares(&client, &uploaded);
+            let result = norm(&client, NormType::L2, &uploaded);
             assert_eq!(result.dtype, wide(buffers.iter().map(|(dtype, _)| *dtype)));
             // Two levels of as many additions as a unit makes, and its lanes; squares that f32 holds
             // as subnormals only.
             let bound = |sum: f64| sum * 2f64.powi(-24) * 2.0 * (TERMS + 8) as f64 + 1e-36;
             assert!((only(&client, &result) - squares).abs() <= bound(squares));
-            let result = only(&client, &sum_abs(&client, &uploaded));
+            let result = only(&client, &norm(&client, NormType::L1, &uploaded));
             assert!((result - absolute).abs() <= bound(absolute));
-            assert_eq!(only(&client, &max_abs(&client, &uploaded)), round(largest, result_dtype(&buffers)));
+            let result = only(&client, &norm(&client, NormType::Inf, &uploaded));
+            assert_eq!(result, round(largest, result_dtype(&buffers)));
         }
     }
 
@@ -211,14 +198,12 @@ mod tests {
         let x = f64::from(0.1f32);
         let buffer = upload(&client, &vec![x; LEN], DType::F32);
         let exact = x * x * LEN as f64;
-        let got = only(
-            &client,
-            &sum_of_squares(&client, std::slice::from_ref(&buffer)),
-        );
+        let buffers = [buffer];
+        let got = only(&client, &norm(&client, NormType::L2, &buffers));
         // At one element a vector there are five levels. Added one by one, 5e-3 of it would be lost.
         let bound = exact * 2f64.powi(-24) * 5.0 * TERMS as f64;
         assert!((got - exact).abs() <= bound, "{got} is not {exact}");
-        let again = only(&client, &sum_of_squares(&client, &[buffer]));
+        let again = only(&client, &norm(&client, NormType::L2, &buffers));
         assert_eq!(got.to_bits(), again.to_bits());
     }
 
@@ -229,10 +214,8 @@ mod tests {
             .map(|len| upload(&client, &vec![2.0; len], DType::F32))
             .collect();
         let count = (1..=40).sum::<usize>() as f64;
-        assert_eq!(
-            only(&client, &sum_of_squares(&client, &buffers)),
-            4.0 * count
-        );
+        let sum = only(&client, &norm(&client, NormType::L2, &buffers));
+        assert_eq!(sum, 4.0 * count);
     }
 
     #[test]
@@ -242,13 +225,13 @@ mod tests {
             let mut values = vec![1.0; 4001];
             values[place] = f64::NAN;
             let buffer = [upload(&client, &values, DType::BF16)];
-            for sum in [sum_of_squares, sum_abs, max_abs] {
-                assert!(only(&client, &sum(&client, &buffer)).is_nan());
+            for kind in [NormType::L2, NormType::L1, NormType::Inf] {
+                assert!(only(&client, &norm(&client, kind, &buffer)).is_nan());
             }
             values[place] = f64::NEG_INFINITY;
             let buffer = [upload(&client, &values, DType::BF16)];
-            for sum in [sum_of_squares, sum_abs, max_abs] {
-                assert_eq!(only(&client, &sum(&client, &buffer)), f64::INFINITY);
+            for kind in [NormType::L2, NormType::L1, NormType::Inf] {
+                assert_eq!(only(&client, &norm(&client, kind, &buffer)), f64::INFINITY);
             }
         }
     }
@@ -257,7 +240,7 @@ mod tests {
     fn the_sum_over_nothing_is_zero() {
         let client = client();
         let empty = Buffer::empty(&client, 0, DType::F64);
-        assert_eq!(only(&client, &sum_of_squares(&client, &[])), 0.0);
-        assert_eq!(only(&client, &max_abs(&client, &[empty])), 0.0);
+        assert_eq!(only(&client, &norm(&client, NormType::L2, &[])), 0.0);
+        assert_eq!(only(&client, &norm(&client, NormType::Inf, &[empty])), 0.0);
     }
 }

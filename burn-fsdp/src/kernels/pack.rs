@@ -208,7 +208,7 @@ fn fill_kernel<I: Float, C: Float, O: Float, N: Size>(
     }
 }
 
-#[cfg(all(test, feature = "cpu"))]
+#[cfg(all(test, any(feature = "cpu", feature = "cuda")))]
 mod tests {
     use proptest::prelude::*;
 

@@ -13,8 +13,16 @@ use crate::{Placement, ReduceOp};
 
 pub(super) const DTYPES: [DType; 4] = [DType::F32, DType::F64, DType::F16, DType::BF16];
 
+/// The device to test on: what `BURN_FSDP_TEST_DEVICE` names, the CPU by default.
 pub(super) fn client() -> Client {
-    cubecl::Device::cpu().expect("the CPU is a device").client()
+    let device = match std::env::var("BURN_FSDP_TEST_DEVICE").as_deref() {
+        #[cfg(feature = "cpu")]
+        Err(_) | Ok("cpu") => cubecl::Device::cpu(),
+        #[cfg(feature = "cuda")]
+        Ok("cuda") => cubecl::Device::cuda(0),
+        name => panic!("BURN_FSDP_TEST_DEVICE={name:?}: built without this device"),
+    };
+    device.expect("the device is there").client()
 }
 
 pub(super) fn upload(client: &Client, values: &[f64], dtype: DType) -> Buffer {

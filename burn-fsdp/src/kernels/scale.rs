@@ -61,7 +61,7 @@ fn scale_kernel<E: Float, C: Float, N: Size>(
     }
 }
 
-#[cfg(all(test, feature = "cpu"))]
+#[cfg(all(test, any(feature = "cpu", feature = "cuda")))]
 mod tests {
     use proptest::prelude::*;
 

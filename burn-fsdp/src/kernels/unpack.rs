@@ -111,7 +111,7 @@ fn unpack_kernel<I: Float, C: Float, O: Float, N: Size>(
     }
 }
 
-#[cfg(all(test, feature = "cpu"))]
+#[cfg(all(test, any(feature = "cpu", feature = "cuda")))]
 mod tests {
     use burn::tensor::DType;
     use proptest::prelude::*;

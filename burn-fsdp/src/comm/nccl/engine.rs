@@ -24,7 +24,7 @@ use bytes::Bytes;
 use parking_lot::Mutex;
 
 use super::driver::{Collective, Driver, NcclOp, Stream};
-use super::join::patiently;
+use super::patience::patiently;
 use super::watch::{Flight, Watched};
 use crate::comm::bundle::Bundle;
 use crate::comm::wire::{Outgoing, Wire};

@@ -15,6 +15,7 @@ mod fake;
 mod join;
 #[cfg(feature = "cuda")]
 mod library;
+mod patience;
 #[cfg(test)]
 mod tests;
 mod watch;

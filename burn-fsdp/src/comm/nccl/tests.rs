@@ -1,5 +1,8 @@
 //! The engine on fake devices, against the engine for ranks that are threads.
 
+#[cfg(feature = "cuda")]
+mod gpu;
+
 use std::sync::Arc;
 use std::time::Duration;
 

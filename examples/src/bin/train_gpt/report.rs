@@ -25,6 +25,10 @@ pub(crate) fn print(args: &Args, outcome: &Outcome) {
     println!(
         "peak process memory {peak:>12}   activations, optimizer and all ranks of the process included"
     );
+    if let Some(taken) = outcome.device_memory {
+        let taken = bytes(taken);
+        println!("device memory       {taken:>12}   taken by the allocator, for all ranks on it");
+    }
     println!("speed               {:>12.0}   tokens/s", speed(outcome));
     println!(
         "loss                {:>12.4}   mean of the last {} steps; {:.4} at the first",

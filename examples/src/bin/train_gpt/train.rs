@@ -28,6 +28,9 @@ pub(crate) struct Outcome {
     pub(crate) tokens_per_step: usize,
     /// What each rank held.
     pub(crate) held: Vec<Held>,
+    /// Bytes that the device's allocator has taken, for all ranks on it; it gives none back. Unknown on
+    /// the host.
+    pub(crate) device_memory: Option<usize>,
     /// Text written by the trained model, unless nobody will read it.
     pub(crate) sample: Option<String>,
 }
@@ -96,6 +99,7 @@ pub(crate) fn train_dense(args: &Args, corpus: &Corpus, group: &ProcessGroup) ->
             shards: parameters * size_of::<f32>(),
             peak_unsharded: 0,
         }],
+        device_memory: device_memory(&device),
         sample: (!args.quiet)
             .then(|| generate(&model.valid(), args, corpus, &device.clone().inner())),
     })
@@ -150,10 +154,16 @@ pub(crate) fn train_sharded(args: &Args, corpus: &Corpus, group: &ProcessGroup) 
         parameters: model.num_params(),
         tokens_per_step: args.tokens_per_step(),
         held: held.on_all_ranks(group)?,
+        device_memory: device_memory(&device),
         // Every rank takes part: the forward pass gathers the parameters from all of them.
         sample: (!args.quiet)
             .then(|| generate(&model.valid(), args, corpus, &device.clone().inner())),
     })
+}
+
+fn device_memory(device: &Device) -> Option<usize> {
+    let usage = device.memory_pool_usage()?;
+    Some(usage.bytes_reserved as usize)
 }
 
 fn clip_grad_norm(
