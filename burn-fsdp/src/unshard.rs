@@ -21,6 +21,7 @@
 //! given, and Burn's `linear` may take one, depending on the shapes. So train on
 //! `device.autodiff().gradient_checkpointing()` for the memory that sharding promises.
 
+use std::marker::PhantomData;
 use std::sync::Arc;
 
 use burn::backend::autodiff::NodeId;
@@ -47,6 +48,10 @@ use crate::{FsdpError, Result, order};
 ///
 /// If the collective fails; `val()` cannot return an error.
 pub(crate) fn unshard<const D: usize>(shard: Tensor<D>, member: MemberHandle) -> Tensor<D> {
+    #[cfg(feature = "cube")]
+    if member.is_offloaded(&shard) {
+        return offloaded::unshard(shard, member);
+    }
     Tensor::from_dispatch(<Dispatch as UnshardBackend>::unshard(
         shard.into_dispatch(),
         member,
@@ -86,7 +91,7 @@ impl MemberHandle {
         let shape = Shape::from(self.shape().to_vec());
         let flat = flat
             .try_into_primitive::<B>()
-            .expect("a unit is gathered on the device of its shards");
+            .expect("a unit is gathered on the device it is computed with");
         B::float_reshape(flat, shape)
     }
 }
@@ -118,55 +123,102 @@ where
     DispatchTensor: DispatchKindConversion<B>,
 {
     fn unshard(shard: FloatTensor<Self>, member: MemberHandle) -> FloatTensor<Self> {
-        let rung = order::next_rung::<B>(&shard.primitive().device());
-        let retro = Regather::<B> {
-            leaf: shard.id(),
-            generation: member.state.generation(member.unit),
-            member: member.clone(),
-            backend: std::marker::PhantomData,
-        };
-        let operation =
-            UnshardOperation.prepare::<BalancedCheckpointing>([shard.node(), rung.node()]);
-        let operation = if shard.is_tracked() && !member.is_vector() {
-            operation
-                .memory_bound()
-                .retro_forward(retro)
-                .parents([&shard])
-        } else {
-            operation.compute_bound()
-        };
-        let full = member.full::<B>(Phase::Forward);
-        match operation.stateful() {
-            OpsKind::Tracked(operation) => {
-                let MemberHandle {
-                    state,
-                    unit,
-                    member: index,
-                } = &member;
-                let hand_out = state.hand_out(*unit, *index, shard.id());
-                operation.finish(HandedOut { member, hand_out }, full)
-            }
-            OpsKind::UnTracked(operation) => operation.finish(full),
+        record::<B, B>(shard, member)
+    }
+}
+
+/// Unshards, and records the operation. The shard is on backend `S`, the full parameter on `B`; Burn's
+/// graph does not mind.
+fn record<S: Backend, B: Backend>(
+    shard: FloatTensor<Autodiff<S>>,
+    member: MemberHandle,
+) -> FloatTensor<Autodiff<B>>
+where
+    DispatchTensor: DispatchKindConversion<S> + DispatchKindConversion<B>,
+{
+    let rung = order::next_rung::<S>(&shard.primitive().device());
+    let retro = Regather::<S, B> {
+        leaf: shard.id(),
+        generation: member.state.generation(member.unit),
+        member: member.clone(),
+        backends: PhantomData,
+    };
+    let operation = UnshardOperation::<S>(PhantomData);
+    let nodes = [shard.node(), rung.node()];
+    let operation = Backward::<B, 2>::prepare::<BalancedCheckpointing>(operation, nodes);
+    let operation = if shard.is_tracked() && !member.is_vector() {
+        operation
+            .memory_bound()
+            .retro_forward(retro)
+            .parents([&shard])
+    } else {
+        operation.compute_bound()
+    };
+    let full = member.full::<B>(Phase::Forward);
+    match operation.stateful() {
+        OpsKind::Tracked(operation) => {
+            let MemberHandle {
+                state,
+                unit,
+                member: index,
+            } = &member;
+            let hand_out = state.hand_out(*unit, *index, shard.id());
+            operation.finish(HandedOut { member, hand_out }, full)
         }
+        OpsKind::UnTracked(operation) => operation.finish(full),
+    }
+}
+
+/// Shards on the host of parameters that are computed with on a device of CubeCL.
+#[cfg(feature = "cube")]
+mod offloaded {
+    use burn::backend::autodiff::checkpoint::strategy::NoCheckpointing;
+
+    use super::*;
+    use crate::comm::cube::device_of;
+
+    type Cube = burn::backend::Cube;
+
+    impl MemberHandle {
+        pub(super) fn is_offloaded<const D: usize>(&self, shard: &Tensor<D>) -> bool {
+            let compute_device = &self.state.context.compute_device;
+            device_of(compute_device).is_some() && device_of(&shard.device()).is_none()
+        }
+    }
+
+    /// Burn picks an operation by the backend of its input, and wants its output on the same. So this
+    /// picks by hand.
+    pub(super) fn unshard<const D: usize>(shard: Tensor<D>, member: MemberHandle) -> Tensor<D> {
+        type Plain<B> = Autodiff<B, NoCheckpointing>;
+        type Checkpointed<B> = Autodiff<B, BalancedCheckpointing>;
+        if let Ok(shard) = shard.clone().try_into_primitive::<Checkpointed<Flex>>() {
+            return Tensor::from_primitive::<Checkpointed<Cube>>(record::<Flex, Cube>(
+                shard, member,
+            ));
+        }
+        if let Ok(shard) = shard.try_into_primitive::<Plain<Flex>>() {
+            return Tensor::from_primitive::<Plain<Cube>>(record::<Flex, Cube>(shard, member));
+        }
+        Tensor::from_primitive::<Cube>(member.full::<Cube>(Phase::Forward))
     }
 }
 
 /// Makes the full parameter again, for an operation that needs it in backward.
 #[derive(Debug, Clone)]
-struct Regather<B: Backend> {
+struct Regather<S: Backend, B: Backend> {
     leaf: NodeId,
     generation: u64,
     member: MemberHandle,
-    backend: std::marker::PhantomData<B>,
+    backends: PhantomData<(S, B)>,
 }
 
-impl<B: Backend> RetroForward for Regather<B>
+impl<S: Backend, B: Backend> RetroForward for Regather<S, B>
 where
     DispatchTensor: DispatchKindConversion<B>,
 {
     fn forward(&self, states: &mut BackwardStates, out: NodeId) {
         // The shard itself is the unit's to read; this only settles Burn's count of uses.
-        states.get_state::<FloatTensor<B>>(&self.leaf);
+        states.get_state::<FloatTensor<S>>(&self.leaf);
         order::backward_seen();
         let MemberHandle {
             state,
@@ -184,12 +236,13 @@ struct HandedOut {
     hand_out: HandOut,
 }
 
+/// With the shard on backend `S`.
 #[derive(Debug)]
-struct UnshardOperation;
+struct UnshardOperation<S>(PhantomData<S>);
 
-impl<B: Backend> Backward<B, 2> for UnshardOperation
+impl<S: Backend, B: Backend> Backward<B, 2> for UnshardOperation<S>
 where
-    DispatchTensor: DispatchKindConversion<B>,
+    DispatchTensor: DispatchKindConversion<S> + DispatchKindConversion<B>,
 {
     type State = HandedOut;
 
@@ -216,10 +269,10 @@ where
                 .expect("a complete pass has handed out every trainable parameter");
             let gradient = reduced
                 .gradient
-                .try_into_primitive::<B>()
-                .expect("a gradient is reduced on the device of its shard");
+                .try_into_primitive::<S>()
+                .expect("a gradient goes to the device of its shard");
             let shape = state.shard_shape(unit, reduced.member);
-            grads.register::<B>(node, B::float_reshape(gradient, shape));
+            grads.register::<S>(node, S::float_reshape(gradient, shape));
         }
     }
 }

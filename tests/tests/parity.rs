@@ -6,7 +6,7 @@ use burn::optim::momentum::MomentumConfig;
 use burn::optim::{AdamWConfig, AdanConfig, LionConfig, RmsPropConfig, SgdConfig};
 use burn_fsdp::{FsdpConfig, OffloadPolicy, Placement, ReshardAfterForward, UnitPolicy};
 use burn_fsdp_tests::models::*;
-use burn_fsdp_tests::{Parity, device_without_checkpointing};
+use burn_fsdp_tests::{Parity, device, device_without_checkpointing};
 
 /// Sizes 1, 3, 5 and 7 leave shards uneven or empty at every world size.
 fn mlp(world: usize) -> Parity<Mlp> {
@@ -630,6 +630,18 @@ fn shards_offloaded_to_the_cpu_train_as_dense() {
             config: Box::new(config),
             steps: 8,
             ..base
+        }
+        .check();
+    }
+}
+
+#[test]
+fn an_mlp_with_its_shards_on_the_cpu_trains_as_dense() {
+    for device in [device(), device_without_checkpointing()] {
+        Parity {
+            device,
+            config: Box::new(|| FsdpConfig::new().with_offload(OffloadPolicy::Cpu)),
+            ..mlp(2)
         }
         .check();
     }

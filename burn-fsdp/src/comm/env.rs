@@ -228,7 +228,10 @@ fn open_mpi(vars: &Vars<'_>) -> Result<Option<Seat>> {
     } else {
         // In a job of Slurm. The step is that of mpirun's helpers, without mpirun's own host.
         let host = slurm::first_host(vars, &["SLURM_JOB_NODELIST"])?;
-        (host, slurm::port(vars, 0)?)
+        // MPI finds the ranks itself, and nobody listens there.
+        let (own, any) = (LOCAL_ADDR.to_string(), cfg!(feature = "mpi"));
+        let host = host.or(any.then_some(own));
+        (host, slurm::port(vars, 0)?.or(any.then_some(LOCAL_PORT)))
     };
     let job = vars.first_of(&["PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"])?;
     Ok(Some(Seat {
@@ -422,6 +425,13 @@ mod tests {
         assert_eq!(place(&vars), (3, 4, 1, 2, "a:1".to_string()));
     }
 
+    #[cfg(feature = "mpi")]
+    #[test]
+    fn open_mpi_on_several_hosts_needs_no_address_where_mpi_carries_the_messages() {
+        let place = place(OPEN_MPI_ON_TWO_HOSTS);
+        assert_eq!((place.0, place.1), (3, 4));
+    }
+
     #[test]
     fn open_mpi_within_a_job_of_slurm_takes_its_ranks_from_mpirun() {
         // What srun sets for the second of mpirun's helpers.
@@ -498,6 +508,7 @@ mod tests {
                 "OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=1 OMPI_COMM_WORLD_LOCAL_SIZE=1",
                 "OMPI_COMM_WORLD_LOCAL_RANK is not",
             ),
+            #[cfg(not(feature = "mpi"))]
             (OPEN_MPI_ON_TWO_HOSTS, "MASTER_ADDR is not set"),
             (
                 "RANK=0 WORLD_SIZE=2 MASTER_ADDR=node7",

@@ -43,9 +43,7 @@ use crate::{FsdpError, Result};
 /// }
 /// ```
 pub fn launch_from_env<T: Send>(f: impl FnOnce(ProcessGroup) -> Result<T> + Send) -> Result<T> {
-    let env = read_env()?;
-    let threads = share_of_cores(env.local_world_size);
-    run_rank(connect(&env, DEFAULT_TIMEOUT)?, threads, f)
+    join(&read_env()?, DEFAULT_TIMEOUT, None, f)
 }
 
 impl LaunchConfig {
@@ -64,10 +62,18 @@ impl LaunchConfig {
             return self.launch(f);
         };
         self.check()?;
-        let threads = self.threads_per_rank;
-        let threads = threads.unwrap_or_else(|| share_of_cores(env.local_world_size));
-        Ok(vec![run_rank(connect(&env, self.timeout)?, threads, f)?])
+        Ok(vec![join(&env, self.timeout, self.threads_per_rank, f)?])
     }
+}
+
+fn join<T: Send>(
+    env: &JobEnv,
+    timeout: Duration,
+    threads: Option<usize>,
+    f: impl FnOnce(ProcessGroup) -> Result<T> + Send,
+) -> Result<T> {
+    let threads = threads.unwrap_or_else(|| share_of_cores(env.local_world_size));
+    run_rank(connect(env, timeout)?, threads, f)
 }
 
 impl ProcessGroup {

@@ -4,7 +4,7 @@
 mod gpu;
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use burn::module::Param;
 use burn::nn::Linear;
@@ -468,6 +468,38 @@ fn a_rank_that_leaves_waits_for_what_is_under_way() {
         Ok(())
     })
     .unwrap();
+    cluster.assert_clean();
+}
+
+#[test]
+fn compute_goes_on_while_a_reduction_is_under_way() {
+    let cluster = FakeCluster::new(2, 0);
+    let seen = on_cluster(&cluster, 2, |group, driver| {
+        group.barrier()?;
+        cluster.freeze();
+        group.barrier()?;
+        let call = Call::new("reduce-scatter", "unit").of(DType::F32, 1);
+        let inputs = reduce_inputs(&group, Some(DType::F32));
+        let mean = Reduction::mean(group.world_size());
+        let work = group.engine().reduce(call, inputs, mean, &Device::flex())?;
+        let is_reached_within = |patience: Duration| {
+            let (event, start) = (driver.record(Stream::Compute), Instant::now());
+            while start.elapsed() < patience {
+                if driver.is_reached(&event) {
+                    return true;
+                }
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            false
+        };
+        let before = is_reached_within(Duration::from_secs(30));
+        work.wait()?;
+        let after = is_reached_within(Duration::from_millis(50));
+        group.barrier()?;
+        group.abort("seen enough");
+        Ok((before, after))
+    });
+    assert_eq!(seen.unwrap(), [(true, false); 2]);
     cluster.assert_clean();
 }
 

@@ -1,7 +1,5 @@
 //! The engine on a GPU and NCCL. A group of one is all that one GPU can have.
 
-use std::time::Instant;
-
 use super::super::cuda::CudaDriver;
 use super::*;
 
