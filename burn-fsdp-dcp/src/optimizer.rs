@@ -5,6 +5,7 @@
 //! of each id.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use burn::optim::{ModuleOptimizer, OptimizerRecord};
 use burn::tensor::{Bytes, DType, Device, TensorData};
@@ -169,6 +170,7 @@ pub(crate) fn load(
     states: &[u8],
     options: &LoadOptions,
 ) -> Result<(ModuleOptimizer, LoadReport)> {
+    check_default_device()?;
     let states: States = codec::decode_value(SCALARS, states)?;
     let (params, report) = match_params(specs, &states, source, options)?;
     let mut tensors = Vec::new();
@@ -207,6 +209,20 @@ pub(crate) fn load(
         )));
     }
     Ok((optim, report))
+}
+
+/// Burn restores an optimizer's state on its default device, and panics if that can't be used: as where
+/// a program that was built for CUDA runs without.
+fn check_default_device() -> Result<()> {
+    let device = Device::default();
+    let try_it = || burn::Tensor::<1>::zeros([1], &device).into_data();
+    let tried = catch_unwind(AssertUnwindSafe(try_it));
+    tried.map(drop).map_err(|_| {
+        broken(format!(
+            "Burn restores it on its default device, {device:?}, which can't be used here; name another in \
+             the variable BURN_DEVICE, such as BURN_DEVICE=flex"
+        ))
+    })
 }
 
 /// A tensor of state as it is stored for a parameter.

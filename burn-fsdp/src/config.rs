@@ -339,21 +339,40 @@ impl FsdpConfig {
     }
 }
 
+impl FsdpConfig {
+    /// Each setting with its value in one line.
+    fn settings(&self) -> [(&'static str, String); 11] {
+        let text = |value: &dyn fmt::Debug| format!("{value:?}");
+        [
+            ("mixed_precision", text(&self.mixed_precision)),
+            ("reshard_after_forward", text(&self.reshard_after_forward)),
+            ("units", text(&self.units)),
+            ("unit_overrides", text(&self.unit_overrides)),
+            ("placement", text(&self.placement.is_some())),
+            ("replicate_below", text(&self.replicate_below)),
+            ("ignored", text(&self.ignored)),
+            ("offload", text(&self.offload)),
+            ("average", text(&self.average)),
+            ("non_finite", text(&self.non_finite)),
+            ("prefetch", text(&!self.no_prefetch)),
+        ]
+    }
+
+    /// One setting a line, for ranks to compare.
+    pub(crate) fn description(&self) -> String {
+        let settings = self.settings().into_iter();
+        let lines = settings.map(|(name, value)| format!("{name}: {value}\n"));
+        lines.collect()
+    }
+}
+
 impl fmt::Debug for FsdpConfig {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("FsdpConfig")
-            .field("mixed_precision", &self.mixed_precision)
-            .field("reshard_after_forward", &self.reshard_after_forward)
-            .field("units", &self.units)
-            .field("unit_overrides", &self.unit_overrides)
-            .field("placement", &self.placement.is_some())
-            .field("replicate_below", &self.replicate_below)
-            .field("ignored", &self.ignored)
-            .field("offload", &self.offload)
-            .field("average", &self.average)
-            .field("non_finite", &self.non_finite)
-            .field("prefetch", &!self.no_prefetch)
-            .finish()
+        let mut debug = f.debug_struct("FsdpConfig");
+        for (name, value) in self.settings() {
+            debug.field(name, &format_args!("{value}"));
+        }
+        debug.finish()
     }
 }
 

@@ -79,7 +79,7 @@ impl<M: Module> FullyShard for M {
         let plan = ShardingPlan::new(&self, config, mesh.shard_size(), &untied)?;
         let plan = Arc::new(plan);
         group.agree("the structure of the module", &plan.description())?;
-        group.agree("the FSDP settings", &format!("{config:#?}"))?;
+        group.agree("the FSDP settings", &config.description())?;
 
         let device = device_of(&self)?.inner();
         let specs = unit_specs(&plan, mesh, config)?;

@@ -79,7 +79,11 @@ fn ranks_that_are_processes_train_as_ranks_that_are_threads() {
                 .env("LOCAL_RANK", &rank)
                 .env("WORLD_SIZE", world_size.to_string())
                 .env("LOCAL_WORLD_SIZE", world_size.to_string())
-                .env("MASTER_ADDR", "127.0.0.1")
+                // Ranks may spell it in several ways.
+                .env(
+                    "MASTER_ADDR",
+                    ["127.0.0.1", "localhost"][usize::from(rank == "1")],
+                )
                 .env("MASTER_PORT", &port);
             start(command)
         });
@@ -106,6 +110,43 @@ fn ranks_under_mpirun_train_as_ranks_that_are_threads() {
         succeed(start(mpirun));
         assert_eq!(losses(&out), of_threads(dir.path(), world_size));
     }
+}
+
+#[test]
+fn ranks_that_are_started_with_different_arguments_are_told_so() {
+    let dir = tempfile::tempdir().unwrap();
+    let free = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = free.local_addr().unwrap().port().to_string();
+    drop(free);
+    let rank = |rank: &str, lr: &str| {
+        let mut command = train_gpt(&dir.path().join(rank));
+        let command = command.args(["--lr", lr]).env("MASTER_PORT", &port);
+        start(command.env("RANK", rank).env("WORLD_SIZE", "2"))
+    };
+    for rank in [rank("0", "0.5"), rank("1", "0.25")] {
+        let output = rank.wait_with_output().unwrap();
+        let text = String::from_utf8_lossy(&output.stderr);
+        assert!(
+            text.contains("rank 0 with lr: 0.5, rank 1 with lr: 0.25"),
+            "{text}"
+        );
+    }
+}
+
+/// Burn restores an optimizer on its default device, which need not be there.
+#[test]
+fn a_run_goes_on_whatever_devices_the_program_is_built_for() {
+    let dir = tempfile::tempdir().unwrap();
+    let run = |name: &str, flags: &[&str]| {
+        let out = dir.path().join(name);
+        let mut command = train_gpt(&out);
+        command.arg("--checkpoint-dir").arg(dir.path().join("run"));
+        succeed(start(command.args(flags)));
+        losses(&out)
+    };
+    run("first", &["--save-every", "2"]);
+    let resumed = run("second", &["--resume", "--world-size", "2"]);
+    assert_eq!(resumed, of_threads(dir.path(), 2));
 }
 
 #[test]

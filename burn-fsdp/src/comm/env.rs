@@ -9,6 +9,8 @@
 //! The first that is set counts. Open MPI goes before Slurm as `mpirun` is run in jobs of Slurm, and
 //! its ranks then see what Slurm has set for `mpirun`.
 //!
+//! `BURN_FSDP_TIMEOUT` is how many seconds to wait for other ranks, at the start and in collectives.
+//!
 //! `MASTER_ADDR` and `MASTER_PORT` say where rank 0 listens, whoever the launcher is. Without them it
 //! is `127.0.0.1:29500` if all ranks are on one host; in a job of Slurm it is the first host of the
 //! node list, at a port of 20000 to 29999 that follows from the numbers of the job and its step.
@@ -17,7 +19,7 @@
 //!
 //! Ranks show each other a secret, so that jobs that meet at one port by accident notice. If
 //! `BURN_FSDP_SECRET` is set, only those who know it get in. Otherwise it is made of the job's number
-//! and address, which anyone on the network can guess: it tells jobs apart, but keeps nobody out.
+//! and port, which anyone on the network can guess: it tells jobs apart, but keeps nobody out.
 
 mod slurm;
 
@@ -25,6 +27,7 @@ use std::fmt;
 use std::net::IpAddr;
 use std::num::ParseIntError;
 use std::str::FromStr;
+use std::time::Duration;
 
 use crate::{FsdpError, Result};
 
@@ -70,6 +73,8 @@ pub(crate) struct JobEnv {
     pub(crate) launcher: Launcher,
     /// `cpu` or `cuda`, if the user wants one.
     pub(crate) device: Option<String>,
+    /// How long to wait for other ranks, if the user says so.
+    pub(crate) timeout: Option<Duration>,
 }
 
 /// Without the secret.
@@ -84,6 +89,7 @@ impl fmt::Debug for JobEnv {
             .field("master_port", &self.master_port)
             .field("launcher", &self.launcher)
             .field("device", &self.device)
+            .field("timeout", &self.timeout)
             .finish_non_exhaustive()
     }
 }
@@ -132,7 +138,8 @@ impl JobEnv {
             false => port,
         };
         let secret = vars.text("BURN_FSDP_SECRET")?;
-        let secret = secret.unwrap_or_else(|| format!("job {} at {addr}:{port}", seat.job));
+        // Not of the address, which ranks may spell in several ways.
+        let secret = secret.unwrap_or_else(|| format!("job {} at port {port}", seat.job));
         Ok(Self {
             rank: seat.rank,
             world_size: seat.world_size,
@@ -143,7 +150,18 @@ impl JobEnv {
             secret,
             launcher: seat.launcher,
             device: device(vars)?,
+            timeout: timeout(vars)?,
         })
+    }
+}
+
+/// How long to wait for other ranks, if the user says so.
+fn timeout(vars: &Vars<'_>) -> Result<Option<Duration>> {
+    match vars.number::<u64>("BURN_FSDP_TIMEOUT")? {
+        Some(0) => Err(FsdpError::argument(
+            "BURN_FSDP_TIMEOUT is 0; it is a number of seconds from 1",
+        )),
+        seconds => Ok(seconds.map(Duration::from_secs)),
     }
 }
 
@@ -175,6 +193,7 @@ fn torchrun(vars: &Vars<'_>) -> Result<Option<Seat>> {
     let Some((rank, world_size)) = vars.rank_of("RANK", "WORLD_SIZE")? else {
         return Ok(None);
     };
+    check_mpirun(vars, rank, world_size)?;
     let (local_size_name, local_world_size) = match vars.number("LOCAL_WORLD_SIZE")? {
         Some(size) => ("LOCAL_WORLD_SIZE", size),
         None => ("WORLD_SIZE", all_local(vars, world_size)?),
@@ -207,6 +226,22 @@ fn all_local(vars: &Vars<'_>, world_size: usize) -> Result<usize> {
              several hosts; set it to the number of ranks on this host"
         ))),
         _ => Ok(world_size),
+    }
+}
+
+/// An error if what `mpirun` says shows that `RANK` and `WORLD_SIZE` are left over from something else:
+/// each of its ranks would take itself for the same one. It may have started a launcher on each host,
+/// which then has started more ranks than it.
+fn check_mpirun(vars: &Vars<'_>, rank: usize, world_size: usize) -> Result<()> {
+    let of_mpirun = vars.rank_of("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")?;
+    match of_mpirun {
+        Some((r, size)) if world_size < size || world_size == size && rank != r => {
+            Err(FsdpError::argument(format!(
+                "RANK={rank} and WORLD_SIZE={world_size} are set, but mpirun has started this process as rank \
+                 {r} of {size}; unset them"
+            )))
+        }
+        _ => Ok(()),
     }
 }
 
@@ -413,7 +448,7 @@ mod tests {
                     OMPI_COMM_WORLD_LOCAL_SIZE=2 PMIX_NAMESPACE=prterun-3@1";
         assert_eq!(place(vars), (1, 2, 1, 2, "127.0.0.1:29500".to_string()));
         assert_eq!(rank(vars).launcher, Launcher::OpenMpi);
-        assert_eq!(rank(vars).secret, "job prterun-3@1 at 127.0.0.1:29500");
+        assert_eq!(rank(vars).secret, "job prterun-3@1 at port 29500");
     }
 
     const OPEN_MPI_ON_TWO_HOSTS: &str = "OMPI_COMM_WORLD_RANK=3 OMPI_COMM_WORLD_SIZE=4 \
@@ -446,9 +481,18 @@ mod tests {
     #[test]
     fn rank_and_world_size_go_before_all_else() {
         let vars = format!(
-            "{OPEN_MPI_ON_TWO_HOSTS} RANK=0 WORLD_SIZE=2 SLURM_PROCID=1 SLURM_NTASKS=4 SLURM_STEP_ID=0"
+            "{OPEN_MPI_ON_TWO_HOSTS} RANK=7 WORLD_SIZE=8 SLURM_PROCID=1 SLURM_NTASKS=4 SLURM_STEP_ID=0 \
+             LOCAL_WORLD_SIZE=8"
         );
-        assert_eq!(place(&vars), (0, 2, 0, 2, "127.0.0.1:29500".to_string()));
+        assert_eq!(place(&vars), (7, 8, 7, 8, "127.0.0.1:29500".to_string()));
+    }
+
+    #[test]
+    fn the_timeout_is_in_seconds() {
+        let vars = "RANK=0 WORLD_SIZE=1";
+        assert_eq!(rank(vars).timeout, None);
+        let vars = format!("{vars} BURN_FSDP_TIMEOUT=30");
+        assert_eq!(rank(&vars).timeout, Some(Duration::from_secs(30)));
     }
 
     #[test]
@@ -510,6 +554,22 @@ mod tests {
             ),
             #[cfg(not(feature = "mpi"))]
             (OPEN_MPI_ON_TWO_HOSTS, "MASTER_ADDR is not set"),
+            (
+                "OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 RANK=0 WORLD_SIZE=1",
+                "mpirun has started this process as rank 1 of 2",
+            ),
+            (
+                "OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 RANK=0 WORLD_SIZE=2",
+                "mpirun has started this process as rank 1 of 2",
+            ),
+            (
+                "RANK=0 WORLD_SIZE=1 BURN_FSDP_TIMEOUT=0",
+                "BURN_FSDP_TIMEOUT is 0",
+            ),
+            (
+                "RANK=0 WORLD_SIZE=1 BURN_FSDP_TIMEOUT=soon",
+                "BURN_FSDP_TIMEOUT",
+            ),
             (
                 "RANK=0 WORLD_SIZE=2 MASTER_ADDR=node7",
                 "LOCAL_WORLD_SIZE is not set",

@@ -89,7 +89,8 @@ impl ProcessGroup {
     /// # Errors
     ///
     /// If no launcher has started this process; if what it has set makes no sense;
-    /// [`FsdpError::Rendezvous`] if the ranks do not find each other within 10 minutes.
+    /// [`FsdpError::Rendezvous`] if the ranks do not find each other within 10 minutes, or as many
+    /// seconds as `BURN_FSDP_TIMEOUT` says.
     pub fn from_env() -> Result<Self> {
         connect(&read_env()?, DEFAULT_TIMEOUT)
     }
@@ -108,6 +109,7 @@ fn no_launcher() -> FsdpError {
 }
 
 fn connect(env: &JobEnv, timeout: Duration) -> Result<ProcessGroup> {
+    let timeout = env.timeout.unwrap_or(timeout);
     let device = choose_device(env)?;
     let (name, engine) = choose_engine(env, timeout)?;
     let description = format!(
@@ -328,6 +330,7 @@ mod tests {
             secret: String::new(),
             launcher: Launcher::Torchrun,
             device: Some("abacus".to_string()),
+            timeout: None,
         };
         let error = connect(&env, DEFAULT_TIMEOUT).map(drop).unwrap_err();
         assert!(error.to_string().contains("\"abacus\""), "{error}");

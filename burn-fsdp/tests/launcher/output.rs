@@ -199,6 +199,16 @@ fn a_reader_who_leaves_ends_the_ranks_as_without_a_launcher() {
     assert_ne!(running.end().status.code(), Some(0));
 }
 
+#[test]
+fn ranks_are_looked_after_while_nobody_reads() {
+    // Kept open, and full before long.
+    let (_reader, writer) = io::pipe().unwrap();
+    let script = "[ $RANK = 1 ] && { sleep 1; exit 3; }; exec yes";
+    let mut command = burn_fsdp("run --nproc 2 --failure-grace 1 -- sh -c");
+    let running = Running::start_into(writer, command.arg(script));
+    assert_eq!(running.end().status.code(), Some(3));
+}
+
 #[cfg(target_os = "linux")]
 #[test]
 fn what_a_daemon_keeps_open_is_not_waited_for() {

@@ -2,7 +2,8 @@
 
 use std::fs::File;
 use std::io::{self, Read, Write};
-use std::time::Instant;
+use std::sync::mpsc::channel;
+use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
@@ -33,9 +34,21 @@ impl Stream {
     }
 }
 
-/// Says something on stderr, if there is one.
+/// How long to wait for a reader who has paused the output.
+const PATIENCE: Duration = Duration::from_millis(200);
+
+/// Says something on stderr, if there is one. Whoever looks after the ranks can't wait for a reader, so
+/// what is not taken soon is said later, or never.
 pub(crate) fn complain(what: &str) {
-    let _ = Stream::Err.write(format!("burn-fsdp: {what}\n").as_bytes());
+    let text = format!("burn-fsdp: {what}\n");
+    let (said, is_said) = channel();
+    let say = move || {
+        let _ = Stream::Err.write(text.as_bytes());
+        let _ = said.send(());
+    };
+    if std::thread::Builder::new().spawn(say).is_ok() {
+        let _ = is_said.recv_timeout(PATIENCE);
+    }
 }
 
 /// Where one stream of a rank goes.

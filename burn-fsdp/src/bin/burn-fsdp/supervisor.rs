@@ -38,6 +38,7 @@ pub(crate) struct Supervisor {
     is_interrupted: bool,
     /// When those that still run are killed.
     deadline: Option<Instant>,
+    has_killed: bool,
 }
 
 impl Supervisor {
@@ -49,6 +50,7 @@ impl Supervisor {
             first_failure: None,
             is_interrupted: false,
             deadline: None,
+            has_killed: false,
         }
     }
 
@@ -103,7 +105,7 @@ impl Supervisor {
         self.first_failure = Some(ending);
         let after = self.start.elapsed().as_secs_f64();
         let mut what = format!("rank {rank} ended {ending} after {after:.1} s");
-        if !self.running.is_empty() && self.deadline.is_none() {
+        if !self.running.is_empty() && self.deadline.is_none() && !self.has_killed {
             let grace = self.grace.failure;
             self.kill_in(grace);
             what += &format!("; what still runs in {grace:?} is killed");
@@ -121,9 +123,10 @@ impl Supervisor {
     fn give_up(&mut self) {
         let ranks = self.running.iter().map(|(rank, _)| rank.to_string());
         let ranks = ranks.collect::<Vec<_>>().join(", ");
-        complain(&format!("kills what still runs: rank {ranks}"));
         self.kill();
         self.deadline = None;
+        self.has_killed = true;
+        complain(&format!("kills what still runs: rank {ranks}"));
     }
 
     /// Ends all ranks and what they have started, without asking.

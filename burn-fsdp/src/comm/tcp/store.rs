@@ -28,6 +28,8 @@ const FIRST_PAUSE: Duration = Duration::from_millis(10);
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 /// How much longer than the store a rank waits for the store's answer.
 const GRACE: Duration = Duration::from_secs(10);
+/// How often a store that waits for a value looks whether the rank that asked for it is still there.
+const NAP: Duration = Duration::from_millis(200);
 /// How long a store that has failed stays, to tell the ranks that are late.
 const LINGER: Duration = Duration::from_secs(3);
 
@@ -175,7 +177,7 @@ impl Board {
             let (request, key, value) = read_request(&mut stream)?;
             let answer = match request {
                 Request::Set => self.set(key, value),
-                Request::Get => self.get(&key),
+                Request::Get => self.get(&key, &stream)?,
                 Request::Check => self.state.lock().check(),
                 Request::Fail => {
                     let cause = cause::decode(&value).ok_or_else(|| invalid("no cause"))?;
@@ -196,19 +198,25 @@ impl Board {
         Ok(Vec::new())
     }
 
-    fn get(&self, key: &[u8]) -> Result<Vec<u8>> {
+    /// Waits until a rank has told this. An error outside is one of the rank that asks.
+    fn get(&self, key: &[u8], asks: &TcpStream) -> io::Result<Result<Vec<u8>>> {
         let deadline = Instant::now() + self.job.timeout;
         let mut state = self.state.lock();
         loop {
-            state.check()?;
-            if let Some(value) = state.values.get(key) {
-                return Ok(value.clone());
+            if let Err(cause) = state.check() {
+                return Ok(Err(cause));
             }
-            if self.changed.wait_until(&mut state, deadline).timed_out() {
+            if let Some(value) = state.values.get(key) {
+                return Ok(Ok(value.clone()));
+            }
+            if Instant::now() >= deadline {
                 let reason = state.lateness(key, &self.job);
                 drop(state);
-                return Err(self.fail(self.job.error(reason)));
+                return Ok(Err(self.fail(self.job.error(reason))));
             }
+            let nap = deadline.min(Instant::now() + NAP);
+            self.changed.wait_until(&mut state, nap);
+            check_open(asks)?;
         }
     }
 
@@ -217,6 +225,18 @@ impl Board {
         let first = self.state.lock().failure.get_or_insert(cause).clone();
         self.changed.notify_all();
         first
+    }
+}
+
+/// An error if the other end, which waits for an answer, is gone.
+fn check_open(stream: &TcpStream) -> io::Result<()> {
+    stream.set_nonblocking(true)?;
+    let looked = stream.peek(&mut [0]);
+    stream.set_nonblocking(false)?;
+    match looked {
+        Ok(0) => Err(io::ErrorKind::UnexpectedEof.into()),
+        Err(error) if error.kind() != io::ErrorKind::WouldBlock => Err(error),
+        _ => Ok(()),
     }
 }
 
@@ -336,6 +356,12 @@ impl Store {
     pub(super) fn leave(mut self) {
         // A store that has gone does not miss this rank.
         let _ = self.try_ask(Request::Leave, "", &[]);
+    }
+
+    /// Asks for a value, and dies before it comes.
+    #[cfg(test)]
+    pub(super) fn die_asking(mut self, key: &str) {
+        write_request(&mut self.stream, Request::Get, key.as_bytes(), &[]).unwrap();
     }
 
     fn ask(&mut self, request: Request, key: &str, value: &[u8]) -> Result<Vec<u8>> {

@@ -551,16 +551,20 @@ fn ranks_that_never_come_are_named() {
 #[test]
 fn a_rank_that_dies_before_all_have_come_is_named() {
     use super::store::Store;
-    let job = TestJob::new(3, PATIENCE);
-    let error = thread::scope(|scope| {
-        let rank_0 = scope.spawn(|| job.connect(0).map(drop));
-        drop(Store::connect(&job.of(2)).unwrap());
-        rank_0.join().unwrap().unwrap_err()
-    });
-    assert!(
-        matches!(error, FsdpError::RankFailed { rank: 2, .. }),
-        "{error}"
-    );
+    for die in [drop, |store: Store| {
+        store.die_asking("what rank 1 has to tell")
+    }] {
+        let job = TestJob::new(3, PATIENCE);
+        let error = thread::scope(|scope| {
+            let rank_0 = scope.spawn(|| job.connect(0).map(drop));
+            die(Store::connect(&job.of(2)).unwrap());
+            rank_0.join().unwrap().unwrap_err()
+        });
+        assert!(
+            matches!(error, FsdpError::RankFailed { rank: 2, .. }),
+            "{error}"
+        );
+    }
 }
 
 #[test]

@@ -149,6 +149,17 @@ impl Args {
         Ok(())
     }
 
+    /// What must be the same on all ranks.
+    pub(crate) fn common(&self) -> Self {
+        Self {
+            device: DeviceArg::Flex,
+            threads_per_rank: None,
+            out: PathBuf::new(),
+            quiet: false,
+            ..self.clone()
+        }
+    }
+
     /// The device of a rank, by its number on its host.
     pub(crate) fn device(&self, local_rank: usize) -> Result<Device, FsdpError> {
         let device = self.device.device(local_rank).map_err(FsdpError::other)?;

@@ -21,6 +21,21 @@ pub(crate) enum DeviceArg {
 }
 
 impl DeviceArg {
+    /// Makes it Burn's default, on which Burn restores an optimizer's state; unless the user has named one.
+    /// To be called before there is another thread.
+    pub(crate) fn make_default(self) {
+        let name = "BURN_DEVICE";
+        if std::env::var_os(name).is_none() {
+            // SAFETY: there is no other thread that could read it.
+            unsafe { std::env::set_var(name, self.name()) };
+        }
+    }
+
+    fn name(self) -> String {
+        let value = self.to_possible_value().expect("no variant is skipped");
+        value.get_name().to_string()
+    }
+
     /// The device for a rank, by its number on its host; the reason if this build has none.
     pub(crate) fn device(self, local_rank: usize) -> std::result::Result<Device, String> {
         // Only runtimes with several devices look at it.
@@ -43,8 +58,7 @@ impl DeviceArg {
             Self::Wgpu => Ok(Device::wgpu(burn::tensor::DeviceKind::DefaultDevice)),
             #[allow(unreachable_patterns)] // Where all features are on.
             other => {
-                let name = other.to_possible_value().expect("no variant is skipped");
-                let name = name.get_name();
+                let name = other.name();
                 Err(format!(
                     "--device {name}: this program is built without it; add `--features {name}`"
                 ))
@@ -68,7 +82,8 @@ pub(crate) fn over_nccl(group: &ProcessGroup, device: &Device) -> Result<Process
 /// Ranks take the host's devices in turn: with more ranks than devices, several share one.
 #[cfg(any(feature = "cuda", feature = "rocm"))]
 fn nth_of(kind: burn::tensor::DeviceType, local_rank: usize) -> std::result::Result<usize, String> {
-    let none = format!("no {kind:?} device is there");
+    let none =
+        format!("no {kind:?} device is there: its driver is missing, or shows this process none");
     match Device::enumerate(kind).into_vec().len() {
         0 => Err(none),
         count => Ok(local_rank % count),

@@ -27,6 +27,7 @@ static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
 fn main() -> ExitCode {
     let args = Args::parse();
+    args.device.make_default();
     let corpus = Corpus::new(SONNETS);
     if let Err(reason) = args.check(&corpus) {
         Args::command()

@@ -112,6 +112,7 @@ pub(crate) fn train_sharded(args: &Args, corpus: &Corpus, group: &ProcessGroup) 
         DeviceArg::Cuda => over_nccl(group, &device.clone().inner())?,
         _ => group.clone(),
     };
+    agree_on_arguments(args, group)?;
     let mesh = DeviceMesh::shard(group);
     let mut model = args
         .model(corpus)
@@ -159,6 +160,26 @@ pub(crate) fn train_sharded(args: &Args, corpus: &Corpus, group: &ProcessGroup) 
         sample: (!args.quiet)
             .then(|| generate(&model.valid(), args, corpus, &device.clone().inner())),
     })
+}
+
+/// A launcher may have started ranks with other arguments, and with another learning rate, say, training
+/// would go on and mean nothing.
+fn agree_on_arguments(args: &Args, group: &ProcessGroup) -> Result<()> {
+    let common = format!("{:#?}", args.common());
+    let all = group.all_gather_bytes(common.into_bytes())?;
+    let all: Vec<_> = all.iter().map(|a| String::from_utf8_lossy(a)).collect();
+    for (rank, other) in all.iter().enumerate() {
+        let mut lines = all[0].lines().zip(other.lines());
+        if let Some((first, other)) = lines.find(|(a, b)| a != b) {
+            let shown = |line: &str| line.trim().trim_end_matches(',').to_string();
+            return Err(FsdpError::other(format!(
+                "ranks were started with different arguments: rank 0 with {}, rank {rank} with {}",
+                shown(first),
+                shown(other)
+            )));
+        }
+    }
+    Ok(())
 }
 
 fn device_memory(device: &Device) -> Option<usize> {
