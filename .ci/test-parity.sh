@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Some of the parity tests on CubeCL's CPU runtime, which is slow. All of them:
+# Some of the parity tests on CubeCL's CPU runtime, which is slow on few cores. All of them:
 # BURN_FSDP_TEST_DEVICE=cpu cargo test -p burn-fsdp-tests --features cpu --test parity
 set -euo pipefail
 export BURN_FSDP_TEST_DEVICE=cpu

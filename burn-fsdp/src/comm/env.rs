@@ -406,7 +406,7 @@ mod tests {
                     MASTER_PORT=4321 TORCHELASTIC_RUN_ID=run7";
         assert_eq!(place(vars), (5, 8, 1, 4, "node7:4321".to_string()));
         assert_eq!(rank(vars).launcher, Launcher::Torchrun);
-        assert_eq!(rank(vars).secret, "job run7 at node7:4321");
+        assert_eq!(rank(vars).secret, "job run7 at port 4321");
         assert_eq!(rank(vars).device, None);
     }
 

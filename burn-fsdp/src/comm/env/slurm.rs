@@ -227,7 +227,7 @@ mod tests {
             (env.master_addr.as_str(), env.master_port),
             ("node08", 24_711)
         );
-        assert_eq!(env.secret, "job 4711.0 at node08:24711");
+        assert_eq!(env.secret, "job 4711.0 at port 24711");
     }
 
     #[test]
