@@ -229,6 +229,10 @@ run() {
     fi
     export LD_LIBRARY_PATH=$dir/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH} BURN_FSDP_TEST_DEVICE=$device
     if [ "$device" = cuda ]; then
+        if ! command -v nvidia-smi >/dev/null; then
+            echo "error: there is no nvidia-smi: this needs an NVIDIA GPU and its driver (or --rehearse)" >&2
+            exit 2
+        fi
         nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader | tee -a "$report"
         find_cuda
     fi
