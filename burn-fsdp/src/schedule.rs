@@ -13,7 +13,7 @@
 //! copies of the model, of one between the shard ranks and one between the copies. A plain
 //! `loss.backward()` has no end where the last could be waited for, so there none is under way.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::HashMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::ops::ControlFlow;
 use std::sync::Arc;
@@ -189,7 +189,7 @@ pub(crate) struct Schedule {
     /// Units whose hand-outs differ between ranks in the backward under way.
     pub(crate) deferred: Vec<bool>,
     /// Reductions under way, with their units, in the order they were started in.
-    reducing: VecDeque<(usize, Reducing)>,
+    reducing: Vec<(usize, Reducing)>,
     /// What has been reduced in the backward under way.
     reduced: Vec<UnitGradient>,
     pub(crate) events: Option<Vec<Event>>,
@@ -218,7 +218,7 @@ impl Schedule {
             order: Vec::new(),
             agreed: false,
             held: 0,
-            reducing: VecDeque::new(),
+            reducing: Vec::new(),
             reduced: Vec::new(),
             events: None,
         }
@@ -414,7 +414,7 @@ impl Schedule {
             all_reduce: self.switches.all_reduce,
         };
         let reducing = self.units[unit].start_reduce(context, passes, members, which)?;
-        self.reducing.push_back((unit, reducing));
+        self.reducing.push((unit, reducing));
         self.record(unit, |unit| Event::Reduce { unit });
         Ok(())
     }
@@ -422,7 +422,7 @@ impl Schedule {
     fn go_on_reducing(&mut self, context: &Context) -> Result<()> {
         for (unit, reducing) in std::mem::take(&mut self.reducing) {
             match self.units[unit].go_on_reducing(context, reducing)? {
-                ControlFlow::Continue(reducing) => self.reducing.push_back((unit, reducing)),
+                ControlFlow::Continue(reducing) => self.reducing.push((unit, reducing)),
                 ControlFlow::Break(reduced) => {
                     let with_unit = |reduced| UnitGradient { unit, reduced };
                     self.reduced.extend(reduced.into_iter().map(with_unit));

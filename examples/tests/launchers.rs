@@ -41,6 +41,11 @@ fn succeed(mut process: Child) {
     assert!(status.success(), "{status}: {text}");
 }
 
+fn free_port() -> String {
+    let free = TcpListener::bind("127.0.0.1:0").unwrap();
+    free.local_addr().unwrap().port().to_string()
+}
+
 fn start(command: &mut Command) -> Child {
     let command = command.stdout(Stdio::null()).stderr(Stdio::piped());
     let started = command.spawn();
@@ -68,9 +73,7 @@ fn ranks_that_are_processes_train_as_ranks_that_are_threads() {
     for world_size in [1, 2, 3] {
         let dir = tempfile::tempdir().unwrap();
         let out = dir.path().join("processes");
-        let free = TcpListener::bind("127.0.0.1:0").unwrap();
-        let port = free.local_addr().unwrap().port().to_string();
-        drop(free);
+        let port = free_port();
         let ranks = (0..world_size).map(|rank: usize| {
             let rank = rank.to_string();
             let mut command = train_gpt(&out);
@@ -115,9 +118,7 @@ fn ranks_under_mpirun_train_as_ranks_that_are_threads() {
 #[test]
 fn ranks_that_are_started_with_different_arguments_are_told_so() {
     let dir = tempfile::tempdir().unwrap();
-    let free = TcpListener::bind("127.0.0.1:0").unwrap();
-    let port = free.local_addr().unwrap().port().to_string();
-    drop(free);
+    let port = free_port();
     let rank = |rank: &str, lr: &str| {
         let mut command = train_gpt(&dir.path().join(rank));
         let command = command.args(["--lr", lr]).env("MASTER_PORT", &port);

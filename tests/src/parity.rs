@@ -85,18 +85,14 @@ pub struct RankRun {
 /// CubeCL's CPU runtime runs a small matrix product in tens of milliseconds, which a test makes
 /// thousands of: fewer steps and ranks there.
 fn most_steps() -> usize {
-    if is_slow() { 2 } else { usize::MAX }
+    if is_on_cubecl() { 2 } else { usize::MAX }
 }
 
 fn most_ranks() -> usize {
-    if is_slow() { 3 } else { usize::MAX }
+    if is_on_cubecl() { 3 } else { usize::MAX }
 }
 
-fn is_slow() -> bool {
-    base_device() != Device::flex()
-}
-
-fn is_autotuned() -> bool {
+fn is_on_cubecl() -> bool {
     base_device() != Device::flex()
 }
 
@@ -258,7 +254,7 @@ impl<M: Module + 'static> Parity<M> {
         let dense = self.dense();
         let mut ranks = self.sharded().expect("the sharded training runs");
         self.compare(&dense, &ranks);
-        if is_autotuned() {
+        if is_on_cubecl() {
             ranks = self
                 .sharded()
                 .expect("the sharded training runs on the kernels picked");

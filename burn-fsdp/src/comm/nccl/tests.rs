@@ -15,7 +15,7 @@ use super::driver::{Collective, Driver, NcclOp, Stream};
 use super::engine::NcclEngine;
 use super::fake::{FakeCluster, FakeDriver};
 use crate::comm::testing::launch_tcp;
-use crate::comm::{Call, GatherInput, GatherWork, ProcessGroup, ReduceInput};
+use crate::comm::{Call, GatherInput, GatherWork, ProcessGroup, ReduceInput, ReduceWork};
 use crate::memory::MemoryCounter;
 use crate::placement::ShardLayout;
 use crate::reduction::Reduction;
@@ -188,11 +188,18 @@ fn reduce(
     reduction: Reduction,
 ) -> Result<Vec<(DType, Vec<u8>)>> {
     let inputs = reduce_inputs(group, reduce_dtype);
+    Ok(all_bits(&start_reduce(group, inputs, reduction)?.wait()?))
+}
+
+fn start_reduce(
+    group: &ProcessGroup,
+    inputs: Vec<ReduceInput>,
+    reduction: Reduction,
+) -> Result<Box<dyn ReduceWork>> {
     let call = Call::new("reduce-scatter", "unit").of(DType::F32, 1);
-    let work = group
+    group
         .engine()
-        .reduce(call, inputs, reduction, &Device::flex())?;
-    Ok(all_bits(&work.wait()?))
+        .reduce(call, inputs, reduction, &Device::flex())
 }
 
 // ---- results
@@ -257,10 +264,8 @@ fn a_contribution_that_is_not_there_is_zeros() {
     same_as_locally(|group| {
         let mut inputs = reduce_inputs(&group, Some(DType::F32));
         inputs[group.rank() % 4].contribution = None;
-        let call = Call::new("reduce-scatter", "unit").of(DType::F32, 1);
         let mean = Reduction::mean(group.world_size());
-        let work = group.engine().reduce(call, inputs, mean, &Device::flex())?;
-        Ok(all_bits(&work.wait()?))
+        Ok(all_bits(&start_reduce(&group, inputs, mean)?.wait()?))
     });
 }
 
@@ -268,13 +273,10 @@ fn a_contribution_that_is_not_there_is_zeros() {
 fn reductions_may_be_under_way_while_gathers_come_and_go() {
     same_as_locally(|group| {
         let start = |factor| {
-            let call = Call::new("reduce-scatter", "unit").of(DType::F32, 1);
             let average = GradientAverage::Factor(factor);
             let reduction = Reduction::new(average, group.world_size(), DType::F32);
             let inputs = reduce_inputs(&group, Some(DType::F32));
-            group
-                .engine()
-                .reduce(call, inputs, reduction, &Device::flex())
+            start_reduce(&group, inputs, reduction)
         };
         let first = start(1.0)?;
         let gather = start_gather(&group, 1, &Default::default())?;
@@ -478,10 +480,8 @@ fn compute_goes_on_while_a_reduction_is_under_way() {
         group.barrier()?;
         cluster.freeze();
         group.barrier()?;
-        let call = Call::new("reduce-scatter", "unit").of(DType::F32, 1);
         let inputs = reduce_inputs(&group, Some(DType::F32));
-        let mean = Reduction::mean(group.world_size());
-        let work = group.engine().reduce(call, inputs, mean, &Device::flex())?;
+        let work = start_reduce(&group, inputs, Reduction::mean(group.world_size()))?;
         let (computed, start) = (driver.record(Stream::Compute), Instant::now());
         while !driver.is_reached(&computed) && start.elapsed() < Duration::from_secs(30) {
             std::thread::sleep(Duration::from_millis(1));
